@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
@@ -129,6 +130,16 @@ def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]
         f" {vocab_size}; use the model's own tokenizer, or, if this is it, a copy without the tokens beyond (in"
         " added_tokens of its files)"
     ]
+
+
+def check_ids(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raises UserError if data have one of the tokens for which a model of `vocab_size` rows has none."""
+    if max(tokenizer.get_vocab().values()) < vocab_size or not len(tokens):
+        return  # tokens are not read
+    largest = int(tokens.max())
+    if largest >= vocab_size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise UserError(f"data: contain the token {token}, for which the model has no embedding; leave it out")
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: list[str]) -> list[int]:

@@ -33,6 +33,7 @@ from dsft.models.measure import ModelSize, check_sharding
 from dsft.models.model_folder import with_bases
 from dsft.models.package import PACKAGES
 from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
+from dsft.models.tokenizer import check_ids
 from dsft.models.weight_files import model_identity
 from dsft.perplexity.documents import build_windows, group_documents
 from dsft.perplexity.modes import WINDOW_OPTIONS, Windows, pieces_of, protocol_config
@@ -188,6 +189,7 @@ def _jobs(
     for source, data in data_sets.items():
         data = replace(data, rules=replace(data.rules, seq_len=config.seq_len))  # answers are cut to it
         windows = build_windows(data, config, candidate.tokenizer, show_progress=progress)
+        check_ids(windows.tokens, candidate.tokenizer, facts.size.vocab_size)
         groups = {column: group_documents(column, data, config, windows) for column in config.group_by}
         prepared.append((source, windows, groups))
     distributed.wait_long("prepared")  # nodes with caches of their own take their own time

@@ -44,7 +44,7 @@ from dsft.models.chunked_head import tile_loss
 from dsft.models.package import unreached
 from dsft.models.probes import length_limits
 from dsft.models.sequence_parallel import team_of
-from dsft.models.tokenizer import stop_at
+from dsft.models.tokenizer import check_ids, stop_at
 from dsft.models.weight_files import WEIGHT_ENDINGS, model_identity, safe_unpickling
 from dsft.planner.choose import as_dict as plan_as_dict
 from dsft.planner.choose import plan_flags
@@ -112,6 +112,9 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
                 place=team.position()[1],
                 shared_by=team.size,
             )
+        for sequences in filter(None, (data.items, data.held_out)):
+            for store in sequences.stores:
+                check_ids(store.tokens, run.tokenizer, run.model.size.vocab_size)
         for name in (run.options.model, run.options.adapter):
             if name and verifies:
                 verify_weights(name)

@@ -181,6 +181,20 @@ def test_a_special_token_without_a_row_is_no_problem_and_another_token_is(tmp_pa
     assert "<tool>" in ids_beyond(tokenizer, rows)[0]
 
 
+def test_data_with_a_token_without_a_row_are_refused(options, tmp_path):
+    model = write_model(tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    added = [f"<spare {number}>" for number in range(384 - len(tokenizer))] + ["<image>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": added})
+    tokenizer.save_pretrained(model)
+    data = write_jsonl(tmp_path / "data.jsonl", [{"text": "a model <image> reads"}] * 9)
+    words = {"model": str(model), "data": str(data), "seq_len": 8}
+    with pytest.raises(UserError, match="the token <image>, for which the model has no embedding"):
+        evaluate(**words, progress=False)
+    result = run_entry("dsft.train", flags(options(tmp_path / "run", **words)))
+    assert result.returncode == 2 and "the token <image>" in result.stderr
+
+
 def test_a_base_that_has_moved_is_named_by_its_key(tmp_path):
     base = write_model(tmp_path / "base")
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
