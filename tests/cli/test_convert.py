@@ -5,67 +5,52 @@ import yaml
 
 from dsft.cli.main import main
 
-FILES = {
-    "axolotl": {
-        "base_model": "Qwen/Qwen3-0.6B",
-        "datasets": [{"path": "owner/name", "name": "part", "split": "train", "type": "chat_template"}],
-        "adapter": "qlora",
-        "load_in_4bit": True,
-        "lora_r": 8,
-        "sequence_len": 2048,
-        "sample_packing": True,
-        "micro_batch_size": 2,
-        "num_epochs": 1,
-        "evals_per_epoch": 4,
-        "flash_attention": True,
-        "wandb_project": None,
-        "output_dir": "out",
-    },
-    "llamafactory": {
-        "model_name_or_path": "m",
-        "stage": "sft",
-        "finetuning_type": "lora",
-        "lora_rank": 8,
-        "lora_target": "all-linear",
-        "cutoff_len": 1024,
-        "template": "qwen",
-        "output_dir": "out",
-    },
-    "trl": {"model_name_or_path": "m", "dataset_name": "owner/name", "max_length": 512, "use_peft": True, "lr": 1e-4},
+AXOLOTL = {
+    "base_model": "Qwen/Qwen3-0.6B",
+    "datasets": [{"path": "owner/name", "name": "part", "split": "train", "type": "chat_template"}],
+    "adapter": "qlora",
+    "load_in_4bit": True,
+    "sequence_len": 2048,
+    "sample_packing": True,
+    "evals_per_epoch": 4,
+    "flash_attention": True,
+    "wandb_project": None,
+    "output_dir": "out",
 }
-EXPECTED = {
-    "axolotl": {
-        "model": "Qwen/Qwen3-0.6B",
-        "data": ["owner/name:part:train"],
-        "method": "qlora",
-        "quantization": "nf4",
-        "lora_r": 8,
-        "seq_len": 2048,
-        "packing": True,
-        "per_device_train_batch_size": 2,
-        "num_train_epochs": 1.0,
-        "output_dir": "out",
-    },
-    "llamafactory": {
-        "model": "m",
-        "method": "lora",
-        "lora_r": 8,
-        "lora_target_modules": "all-linear",
-        "seq_len": 1024,
-        "output_dir": "out",
-    },
-    "trl": {"model": "m", "data": "owner/name", "seq_len": 512, "method": "lora", "learning_rate": 1e-4},
+LLAMA_FACTORY = {
+    "stage": "sft",
+    "finetuning_type": "lora",
+    "lora_rank": 8,
+    "lora_target": "all-linear",
+    "template": "qwen",
 }
+TRL = {"model_name_or_path": "m", "dataset_name": "owner/name", "max_length": 512, "use_peft": True, "lr": 1e-4}
+CASES = [
+    (
+        AXOLOTL,
+        {
+            "model": "Qwen/Qwen3-0.6B",
+            "data": ["owner/name:part:train"],
+            "method": "qlora",
+            "quantization": "nf4",
+            "seq_len": 2048,
+            "packing": True,
+            "output_dir": "out",
+        },
+        ["evals_per_epoch", "flash_attention"],
+    ),
+    (LLAMA_FACTORY, {"method": "lora", "lora_r": 8, "lora_target_modules": "all-linear"}, ["stage", "template"]),
+    (TRL, {"model": "m", "data": "owner/name", "seq_len": 512, "method": "lora", "learning_rate": 1e-4}, []),
+]
 
 
-@pytest.mark.parametrize("trainer", FILES)
-def test_the_usual_options_are_converted_and_the_others_named(trainer, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("given", "expected", "left_out"), CASES, ids=["axolotl", "LLaMA-Factory", "TRL"])
+def test_the_usual_options_are_converted_and_the_others_named(given, expected, left_out, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(FILES[trainer]))
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(given))
     main(["convert", "theirs.yaml"])
     text = (tmp_path / "run.yaml").read_text()
-    assert yaml.safe_load(text) == EXPECTED[trainer]
+    assert yaml.safe_load(text) == expected
     screen = capsys.readouterr().out
-    left_out = {"axolotl": ["evals_per_epoch", "flash_attention"], "llamafactory": ["stage", "template"], "trl": []}
-    for name in left_out[trainer]:
+    for name in left_out:
         assert f"# {name}: left out" in text and f"dsft: {name}: left out" in screen

@@ -6,8 +6,6 @@ from dsft.cli.main import main
 from dsft.cli.run_files import write_run_file
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
-from dsft.data.formats import format_rules
-from dsft.data.sources import Row
 from dsft.errors import UserError
 
 
@@ -73,10 +71,3 @@ def test_what_is_written_for_data_of_every_shape_passes_preview(tiny, tmp_path, 
     assert "held out: 1 rows" in shown or "held out: 2 rows" in shown
     if not name.startswith(("text", "prompt")):
         assert f"<|user|>{QUESTION}<|end|><|assistant|>⟦{ANSWER}<|end|>⟧" in shown
-
-
-def test_the_error_of_an_unknown_shape_has_the_line_that_reads_it():
-    with pytest.raises(ValueError, match=r"columns: \{user: Problem, assistant: SOLUTION\}"):
-        format_rules([Row({"Problem": "a", "SOLUTION": "b"}, 1)], TrainConfig())
-    with pytest.raises(ValueError, match=r"columns: \{user: COLUMN, assistant: COLUMN\} or for text: text_column"):
-        format_rules([Row({"body": "a"}, 1)], TrainConfig())

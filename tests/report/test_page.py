@@ -4,13 +4,10 @@ import json
 import re
 
 import pytest
-from perplexity.test_compare import evaluation
 
 from dsft.cli.commands import ReportOptions
 from dsft.cli.folders import run_report
 from dsft.errors import UserError
-from dsft.perplexity.results import Results
-from dsft.report import page
 from dsft.report.charts import Curve, draw
 from dsft.report.page import charts, headline, read_runs, tables, write_report
 
@@ -76,16 +73,6 @@ def test_a_run_that_was_killed_early_has_a_page_and_what_is_not_a_run_is_refused
     assert write_report([str(new)], tmp_path / "pages" / "page.html").is_file()
     with pytest.raises(UserError, match="is not a run folder"):
         write_report([str(tmp_path)])
-
-
-def test_results_in_folders_of_one_name_have_a_table_each(tmp_path):
-    runs = []
-    for name in ("a", "b"):
-        runs.append(write_run(tmp_path / name / "run"))
-        for seed, model in enumerate(("base", name)):
-            Results(runs[-1] / "perplexity").add(evaluation(model, seed))
-    tables = page.perplexities(read_runs([str(run) for run in runs]))
-    assert [rows[1][1] for title, rows in tables.items() if title.startswith("Perplexity")] == ["a", "b"]
 
 
 @pytest.mark.parametrize("ys", [[3.0], [2.0, 2.0], [0.0, 1e-5], [1.0, 1e6], [-1.0, 5.0]])
