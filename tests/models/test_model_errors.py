@@ -9,7 +9,7 @@ import transformers
 from conftest import flags
 from ranks import run_entry
 from safetensors.torch import load_file, save_file
-from tiny import ARCHITECTURES, GATED, write_model
+from tiny import ARCHITECTURES, GATED, write_jsonl, write_model
 
 from dsft.api import evaluate
 from dsft.checkpoints.run_folder import find_weights
