@@ -108,7 +108,7 @@ def sample_prompts(
     prompts = []
     usable = np.flatnonzero(held_out.lengths > 1) if held_out else np.zeros(0, np.int64)
     number = min(config.generate_samples, len(usable))
-    for index in usable[np.linspace(0, len(usable) - 1, number).astype(int)] if number else ():
+    for index in usable[np.linspace(0, len(usable) - 1, number).astype(int)]:
         sequence = held_out[index]
         first = int(np.argmax(sequence["labels"] != IGNORED))
         if first <= 1:  # of a text all is trained

@@ -188,8 +188,14 @@ class Evaluation:
                 result = self.perplexity.of_documents(labels_D == label)
                 if not result.tokens:
                     continue
-                group = {name: getattr(result, name) for name in ("nats", "tokens", "perplexity")}
-                groups[name].append({"group": label} | group | {"interval": result_intervals(result).perplexity})
+                group = {
+                    "group": label,
+                    "nats": result.nats,
+                    "tokens": result.tokens,
+                    "perplexity": result.perplexity,
+                    "interval": result_intervals(result).perplexity,
+                }
+                groups[name].append(group)
         return groups
 
     @functools.cached_property
