@@ -76,7 +76,6 @@ END_SECONDS = 4.0  # for the launcher to exit by itself after a failure or a sig
 KILL_SECONDS = 5.0
 LAST_WORDS_SECONDS = 5.0  # for the store to name the cause after the launcher has exited
 SEND_SECONDS = 30.0
-WAIT_SECONDS = 10.0  # between two examinations of nodes that are away
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 FORWARDED = re.compile(
     r"(HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|NCCL|GLOO|UCX|FI|TORCH|TORCHINDUCTOR|TRITON|PYTORCH|"
@@ -89,14 +88,13 @@ PASSWORD_IN_URL = re.compile(r"//[^/@\s]*:[^/@\s]+@")
 
 def hosts_of(options: HostFields) -> dict[str, int]:
     """The hosts on which `deepspeed --hostfile` with these options starts ranks, that of rank 0 first -> their ranks.
-    Raises UserError: a missing or malformed file, a filter for a host or slot that is not there, fewer hosts than asked
-    for, exclusive options.
+    Raises UserError: a missing or malformed file, a filter for a host or slot that is not there, exclusive options.
     """
     hostfile = options.hostfile
     if not Path(hostfile).is_file():
         raise UserError(f"--hostfile {hostfile}: no such file; write one line per node, `worker-1 slots=8`")
-    if (options.include or options.exclude) and (options.num_nodes or options.num_gpus):
-        raise UserError("--num_nodes and --num_gpus cannot be combined with --include or --exclude; keep one kind")
+    if (options.include or options.exclude) and options.num_gpus:
+        raise UserError("--num_gpus cannot be combined with --include or --exclude; keep one kind")
     from deepspeed.launcher import runner  # here: seconds
 
     runner.logger.disabled = True  # it would print the file before the message below
@@ -109,11 +107,7 @@ def hosts_of(options: HostFields) -> dict[str, int]:
         raise UserError(f"{where}: {one_line(error)}; a line reads `worker-1 slots=8`") from error
     finally:
         runner.logger.disabled = False
-    if options.num_nodes and options.num_nodes > len(hosts):  # DeepSpeed would take those that there are without a word
-        names = plural(len(hosts), "host")
-        raise UserError(f"--num_nodes {options.num_nodes}: {hostfile} names {names}; lower it, or add more")
-    hosts = runner.apply_num_nodes_and_gpus(hosts, options.num_nodes or -1, options.num_gpus or -1)
-    ranks = {host: len(slots) for host, slots in hosts.items() if slots}
+    ranks = {host: options.num_gpus or len(slots) for host, slots in hosts.items() if slots}
     if not ranks:
         raise UserError(f"--hostfile {hostfile}: no host with at least one slot is left")
     return ranks
@@ -137,11 +131,9 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
         if value == "":  # "$HOSTS" of a variable that is not set: not this machine instead
             problems.append(f"--{name}: needs a value")
     if not options.hostfile:
-        for name in ("include", "exclude", "num_nodes"):
+        for name in ("include", "exclude"):
             if getattr(options, name):
                 problems.append(f"--{name}: chooses from a host file; name one with --hostfile")
-    if options.bind_cores_to_rank and not shutil.which("numactl"):
-        problems.append("--bind_cores_to_rank: numactl is not installed; apt-get install numactl, on every node")
     raise_if_any(problems)
     name, *words = words
     if name == "eval" and words and not words[0].startswith("--") and not words[0].endswith((".yaml", ".yml")):
@@ -188,25 +180,29 @@ def launch(argv: list[str]) -> int:
     # What needs torch, a tokenizer or headers of weights; one rank alone finds it by itself, as early.
     if not nodes and num_ranks > 1 and (code := _check_as_rank_0(name, words, num_ranks)):
         return code
-    if not options.no_preflight and not _examine(options, output_dir):
-        raise UserError("the preflight found errors (above; docs/doctor.md); --no_preflight starts all the same")
-
     if name == "train" and "resume_from_checkpoint" not in values:
         os.environ[LAUNCH] = uuid.uuid4().hex  # a restart resumes this job's run alone
-    before = file.read_bytes() if file.is_file() else None
     try:
         for attempt in range(options.max_restarts + 1):
             if attempt and name == "train" and not _names_checkpoint_of_other_run(values, output_dir):
                 values["resume_from_checkpoint"] = "auto"  # an evaluation resumes by itself
-            if attempt and nodes and not options.no_preflight:
-                _wait_for_nodes(options, output_dir)
+            is_examined = (nodes or not attempt) and not options.no_preflight
+            if is_examined and not _examine(options, output_dir):
+                raise UserError(
+                    "the preflight found errors (above; docs/doctor.md); --no_preflight starts all the same"
+                )
             _write_options(file, values, nodes)
             show_text(f"dsft: {shown_command(command)}")
-            env_file = file.with_name(ENV_FILE)
-            job = _Job(options, command, nodes, num_ranks, env_file, name == "train", config.lost_timeout)
+            address = options.master_addr or [*nodes, LOOPBACK][0]
+            job = _Job(
+                command=command,
+                nodes=nodes,
+                store=_Store(address, options.master_port) if nodes or num_ranks > 1 else None,
+                env_file=file.with_name(ENV_FILE),
+                saves=name == "train",
+                lost_timeout=config.lost_timeout,
+            )
             code = job.run()
-            if code == EXIT_USER_ERROR and before is not None:
-                file.write_bytes(before)  # these options were refused
             ends = (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE)
             if code in ends or job.interrupted:
                 return code
@@ -252,7 +248,7 @@ def _command(options: LaunchOptions, nodes: list[str], num_ranks: int, name: str
                 if not PLAIN_PATH.fullmatch(path)
             ]
         )
-        for key in ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_addr"):
+        for key in ("hostfile", "include", "exclude", "num_gpus", "master_addr"):
             flags[key] = getattr(options, key)
         flags["force_multi"] = len(nodes) == 1  # else DeepSpeed starts the ranks of one node here
     elif visible := has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES"):
@@ -396,19 +392,6 @@ def _examine(options: LaunchOptions, output_dir: str | None) -> bool:
     return subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0
 
 
-def _wait_for_nodes(options: LaunchOptions, output_dir: str | None) -> None:
-    """Before a restart: examine the nodes until no error is found. Raises UserError after `wait_for_nodes` seconds."""
-    deadline = time.monotonic() + options.wait_for_nodes
-    while not _examine(options, output_dir):
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"--wait_for_nodes {options.wait_for_nodes:g}: the nodes are still not ready (above); the last"
-                " checkpoint is complete: --resume_from_checkpoint auto continues, --exclude HOST without a node"
-            )
-        show_text("dsft: the restart waits for the nodes", file=sys.stderr)
-        time.sleep(WAIT_SECONDS)
-
-
 class _Store(threading.Thread):
     """Follows the job in the store of its ranks, once they have made it."""
 
@@ -457,39 +440,30 @@ class _Store(threading.Thread):
         return False
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Job:
-    """One start of the job. After `run`, `interrupted` is the signal that ended it (0: none)."""
+    """One start of the job."""
 
-    def __init__(
-        self,
-        options: LaunchOptions,
-        command: list[str],
-        nodes: list[str],
-        num_ranks: int,
-        env_file: Path,
-        saves: bool,
-        lost_timeout: float,
-    ):
-        self.command = command
-        self.nodes = nodes
-        self.env_file = env_file
-        self.saves = saves
-        self.lost_timeout = lost_timeout
-        self.is_one_process = not nodes and num_ranks == 1
-        self.interrupted = 0
-        self.failure = ""
-        self.end_at: float | None = None
-        self.is_asked = False
-        address = options.master_addr or (nodes[0] if nodes else LOOPBACK)
-        self.store = None if self.is_one_process else _Store(address, options.master_port)
-        self.process: subprocess.Popen | None = None
+    command: list[str]
+    nodes: list[str]
+    store: _Store | None
+    """None: the only rank is a process of this one."""
+    env_file: Path
+    saves: bool
+    lost_timeout: float
+    interrupted: int = 0
+    """The signal that ended it; 0: none."""
+    failure: str = ""
+    end_at: float | None = None
+    is_asked: bool = False
+    process: subprocess.Popen | None = None
 
     def run(self) -> int:
         """Returns the exit code. SIGUSR1, a first SIGTERM and a first Ctrl-C ask the ranks to save and exit; SIGHUP and
         a second one of them end the ranks on all nodes.
         """
         environment = dict(os.environ)
-        if self.is_one_process:
+        if self.store is None:
             environment |= SINGLE_PROCESS_ENV | {"LOCAL_SIZE": "1"}
         if self.nodes:
             variables = remote_environment(os.environ)

@@ -25,7 +25,7 @@ import dsft.eval_ppl
 import dsft.perplexity.evaluation
 import dsft.train
 import dsft.training.run
-from dsft.runtime.software import numeric_versions, untested_versions, versions
+from dsft.runtime.software import numeric_versions, versions
 
 # DeepSpeed takes a second in each rank to see that an operator is compiled already.
 for operator in (CPUAdamBuilder(), ShareMemCommBuilder()):
@@ -38,7 +38,7 @@ cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 cpuinfo.get_cpu_info()
 # A training asks dozens of times for versions of packages: to read them all was a quarter of a short one's seconds.
 importlib.metadata.version = functools.cache(importlib.metadata.version)
-versions(), numeric_versions(), untested_versions()
+versions(), numeric_versions()
 get_checkpoint_conversion_mapping("llama")  # transformers compiles those of all architectures at once
 
 # Objects that the collector leaves alone: a collection in a rank would copy every page that it shares with the others.

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import Counter
 
 from rich.table import Table
 
@@ -81,7 +82,7 @@ def show(report: Report, *, only_findings: bool) -> None:
     if report.facts and not only_findings:
         table = Table(caption="GiB free", caption_justify="left")
         for name in COLUMNS:
-            table.add_column(name, no_wrap=True)
+            table.add_column(name)
         for node, facts in report.facts.items():
             gpus = facts["gpus"]
             versions = facts["versions"]
@@ -98,18 +99,18 @@ def show(report: Report, *, only_findings: bool) -> None:
                 versions["dsft commit"][:8],
             )
         show_table(table)
-    rates = [each["bytes_per_second"] for each in report.measured if each["bytes_per_second"]]
-    if rates and not only_findings:
+    if report.measured and report.measured[0]["flops"] and not only_findings:
+        rate = min(each["bytes_per_second"] for each in report.measured)
         flops = [each["flops"] / 1e12 for each in report.measured]
         show_text(
-            f"all-reduce over {plural(len(rates), 'rank')}: {min(rates) / 1e9:.2f} GB/s; matrix products:"
+            f"all-reduce over {plural(len(flops), 'rank')}: {rate / 1e9:.2f} GB/s; matrix products:"
             f" {min(flops):.3g} TFLOP/s on the slowest rank, {max(flops):.3g} on the fastest"
         )
     for finding in report.findings:
         show_text(f"{finding.severity}: {finding.where}: {finding.message}  [{finding.code}]")
         show_text(f"    fix: {finding.fix}")
-    counts = {kind: sum(finding.severity == kind for finding in report.findings) for kind in ("error", "warning")}
-    words = ", ".join(plural(count, kind) for kind, count in counts.items() if count) or "nothing found"
+    kinds = Counter(finding.severity for finding in report.findings)
+    words = ", ".join(plural(count, kind) for kind, count in kinds.items()) or "nothing found"
     ranks = sum(facts["slots"] for facts in report.facts.values())
     show_text(
         f"dsft doctor: {plural(len(report.facts), 'node')}, {plural(ranks, 'rank')}, {words}; {report.seconds:.1f} s"

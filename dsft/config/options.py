@@ -76,6 +76,7 @@ _IGNORED = {
     "average_tokens_across_devices": "the loss is always the mean over the trained tokens of all ranks",
     "skip_memory_metrics": "dsft logs peak memory by itself (peak_gpu_gib, peak_host_gib)",
     "logging_nan_inf_filter": "training stops at a loss that is NaN or infinite",
+    "include_num_input_tokens_seen": "dsft counts the tokens of all ranks without padding",
     "use_cache": "a training reads no cache, and final/ has the model's own setting",
     "enable_jit_checkpoint": "dsft always saves at SIGTERM and SIGUSR1",
     "restore_callback_states_from_checkpoint": "a resume always takes the counts of dsft's callbacks",
@@ -110,6 +111,8 @@ REMOVED_OPTIONS: dict[str, str] = {
     "nvme": "NVMe offload is not planned; name a DeepSpeed JSON with it as zero",
     "gpu_type": "--gpus names the card: 8xH100",
     "tokens_per_step": "use global_batch_size",
+    "num_nodes": "--include names the hosts to use: node-0@node-1; or name fewer in the host file",
+    "wait_for_nodes": "once the node is back, start again with --resume_from_checkpoint auto, or --exclude it",
 }
 """Options that dsft had once -> what they did, and what to use instead."""
 _SAME_MEANING = {
@@ -193,7 +196,6 @@ LEARNING_RATES = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
 TRAINING_DEFAULTS = {
     "logging_steps": 10,
     "logging_first_step": True,
-    "include_num_input_tokens_seen": "non_padding",
     "report_to": "none",
     "save_total_limit": 2,
     "ddp_timeout": 1800,
@@ -402,7 +404,7 @@ class StepFields:
     """Replace the run in output_dir."""
     max_skipped_steps: int | None = None
     """End the training after so many optimizer steps in a row that DeepSpeed skips, since a gradient is infinite or
-    NaN; by default 10, in fp16, which searches the loss's scale so, 30."""
+    NaN; by default 10, in fp16, which searches the loss's scale so, 17."""
     early_stopping_patience: int | None = None
     """End the training after so many evaluations in a row without a better metric_for_best_model (by default the
     held-out loss); load_best_model_at_end takes the best weights."""
@@ -569,8 +571,6 @@ class HostFields:
     """Hosts and GPUs of the host file to use, as DeepSpeed writes it: node-0@node-1:0,2"""
     exclude: str | None = None
     """Hosts and GPUs of the host file to leave out, in the same form."""
-    num_nodes: int | None = None
-    """Number of hosts of the host file to use, the first ones."""
     num_gpus: int | None = None
     """Ranks on each node; by default its GPUs, without GPUs 2."""
     master_addr: str | None = None
@@ -592,8 +592,6 @@ class LaunchOptions(HostFields):
     max_restarts: int = 0
     """Number of times that a job is restarted after a fault, a training from its last checkpoint; not after exit codes
     2, 3, 4 and 75, nor after Ctrl-C."""
-    wait_for_nodes: float = 900
-    """With a host file: seconds that a restart waits until the preflight finds no error any more."""
 
 
 def common_options(options: TrainConfig | EvalConfig) -> dict[str, Any]:

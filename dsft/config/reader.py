@@ -66,7 +66,6 @@ _BOUNDS = {
     "num_train_epochs": (MORE_THAN_0, 10**6, "be more than 0 and at most 1,000,000"),
     "neftune_noise_alpha": (0, 1000, "be at least 0 and at most 1,000"),
     "num_gpus": (1, 1024, "be 1 to 1,024, on each node; leave it out for all"),
-    "num_nodes": (1, math.inf, "be at least 1; leave it out for all"),
     "master_port": (0, 2**16 - 1, f"be at least 0 and less than {2**16:,}"),
     # Each is a process of its own, beside every rank.
     "dataloader_num_workers": (0, 256, "be at least 0 and at most 256"),
@@ -74,7 +73,7 @@ _BOUNDS = {
     early_stopping_patience max_skipped_steps max_new_tokens""": (1, math.inf, "be at least 1"),
     "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio": (MORE_THAN_0, math.inf, "be more than 0"),
     """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples eval_delay verify generate_samples
-    temperature early_stopping_threshold router_aux_loss max_restarts wait_for_nodes""": (
+    temperature early_stopping_threshold router_aux_loss max_restarts""": (
         0,
         math.inf,
         "not be negative",

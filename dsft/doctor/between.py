@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dsft.runtime.software import PACKAGES
 from dsft.units import GiB, MiB
 
 SHARED_BYTES_PER_RANK = 256 * MiB
@@ -19,18 +18,9 @@ SLOW = 0.7
 BUSY_SHARE = 0.05
 """Of a GPU's memory, in use by others."""
 ERRORS = {
-    "unknown-host": "correct the host file, or add the address to /etc/hosts",
-    "ssh-host-key": "ssh-keyscan -H {node} >> ~/.ssh/known_hosts",
-    "ssh-password": "ssh-copy-id {node} (first ssh-keygen -t ed25519, if there is no key)",
-    "host-unreachable": "ping {node}; is it up, does sshd run there, does a firewall drop port 22?",
-    "ssh-failed": "ssh -v {node} true",
-    "node-silent": "ssh {node}: try it by hand",
-    "no-folder": "mount {folder} on {node}, or copy it there",
-    "no-python": "create the same environment on {node}",
-    "package-missing": "install the same packages on {node}: pip install -c constraints.txt -e .",
-    "versions": "install the same versions on all nodes",
+    "no-answer": "ssh -v {node} true; it needs a key without a password, and {folder} and Python as they are here",
+    "versions": "install the same versions on all nodes: pip install -c constraints.txt -e .",
     "code": "copy the same checkout to all nodes",
-    "wrong-machine": "correct the addresses or names",
     "gpu-driver": "repair the driver: nvidia-smi",
     "torch-without-cuda": "install a CUDA build of torch",
     "slots": "correct slots in the host file, or --num_gpus",
@@ -52,6 +42,8 @@ WARNINGS = {
     "clocks": "synchronise it: chronyc makestep",
     "slow-rank": "look for other processes, heat, or a power limit there",
 }
+CODES = {"dsft code": "code", "GPU driver": "driver-versions", "GPU type": "driver-versions"}
+"""Of what differs between nodes; everything else is `versions`."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +76,6 @@ def check_node(node: str, facts: dict[str, Any]) -> Iterator[Finding]:
         yield finding("torch-without-cuda", node, message)
     if gpus and slots > len(gpus):
         yield finding("slots", node, f"{slots} ranks, but {len(gpus)} GPUs")
-    missing = [name for name in PACKAGES if facts["versions"][name] == "missing"]
-    if missing:
-        yield finding("package-missing", node, f"not installed: {', '.join(missing)}")
     for gpu in gpus[:slots]:
         name = f"GPU {gpu['index']} ({gpu['name']})"
         if gpu["ecc_errors"]:
@@ -121,26 +110,18 @@ def check_between(facts: dict[str, dict[str, Any]], clock_offsets: dict[str, flo
     if not facts:  # no node has answered
         return
     for name in next(iter(facts.values()))["versions"]:
-        if name != "dsft commit":  # the hash of the code decides
-            code = "code" if name == "dsft code" else "versions"
-            yield from _differences(code, name, {node: each["versions"][name] for node, each in facts.items()})
-    for name in ("GPU driver", "GPU type"):
-        yield from _differences("driver-versions", name, {node: each["drivers"][name] for node, each in facts.items()})
-    hosts = Counter(each["host"] for each in facts.values())
-    for node, each in facts.items():
-        if hosts[each["host"]] > 1:
-            yield finding("wrong-machine", node, f"its host name is {each['host']}, as another node's is")
+        if name == "dsft commit":  # the hash of the code decides
+            continue
+        code = CODES.get(name, "versions")
+        values = {node: each["versions"][name] for node, each in facts.items()}
+        usual = Counter(values.values()).most_common(1)[0][0]
+        for node, value in values.items():
+            if value != usual:
+                yield finding(code, node, f"{name} {value}; {usual} on other nodes")
     for node, offset in clock_offsets.items():
         ahead = offset - statistics.median(clock_offsets.values())
         if abs(ahead) > CLOCK_SECONDS:
             yield finding("clocks", node, f"its clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}")
-
-
-def _differences(code: str, name: str, values: dict[str, str]) -> Iterator[Finding]:
-    usual = Counter(values.values()).most_common(1)[0][0]
-    for node, value in values.items():
-        if value != usual:
-            yield finding(code, node, f"{name} {value}; {usual} on other nodes")
 
 
 def check_measured(measured: list[dict[str, Any]]) -> Iterator[Finding]:

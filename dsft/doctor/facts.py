@@ -12,8 +12,9 @@ from typing import Any
 from dsft.errors import one_line
 from dsft.runtime.disk import existing_parent, free_bytes, user_cache, write_error
 from dsft.runtime.hardware import cpu_count, free_host_bytes
-from dsft.runtime.launcher_env import interface_error, port_owner, reachable_addresses
+from dsft.runtime.launcher_env import interface_error, reachable_addresses
 from dsft.runtime.software import PACKAGES, code_hash, compile_error, git_commit, numeric_versions, version_of
+from dsft.units import MiB
 
 GPU_QUERY = "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total"
 
@@ -32,9 +33,9 @@ def node_facts(
     gpus, gpu_error = read_gpus()
     is_cpu_only = os.environ.get("DS_ACCELERATOR") == "cpu"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        chosen = [word.strip() for word in visible.split(",")]
-        gpus = [gpu for gpu in gpus if str(gpu["index"]) in chosen or visible.startswith(("GPU-", "MIG-"))]
+    if visible is not None and not visible.startswith(("GPU-", "MIG-")):
+        chosen = visible.replace(" ", "").split(",")
+        gpus = [gpu for gpu in gpus if str(gpu["index"]) in chosen]
     usable = [] if is_cpu_only else gpus
     parent = existing_parent(Path(output_dir)) if output_dir else None
     output_error = write_error(parent) if parent else ""
@@ -50,11 +51,9 @@ def node_facts(
         "free_bytes": folders,
         "versions": {
             **numeric_versions(),
-            **{name: version_of(name, missing="missing") for name in PACKAGES},
+            **{name: version_of(name) for name in PACKAGES},
             "dsft commit": git_commit() or "no checkout",
             "dsft code": code_hash(),
-        },
-        "drivers": {
             "GPU driver": next((gpu["driver"] for gpu in usable), "none"),
             "GPU type": ", ".join(sorted({gpu["name"] for gpu in usable})) or "none",
         },
@@ -75,27 +74,32 @@ def read_gpus() -> tuple[list[dict[str, Any]], str]:
         result = subprocess.run(command, capture_output=True, text=True, timeout=15)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], f"nvidia-smi: {one_line(error)}"
-    if result.returncode:
-        text = " ".join((result.stdout + result.stderr).split())[:200]
-        return [], "" if "No devices were found" in text else f"nvidia-smi: {text}"
-    return parse_gpus(result.stdout), ""
+    if result.returncode == 0:
+        return parse_gpus(result.stdout), ""
+    text = result.stdout + result.stderr
+    return [], "" if "No devices were found" in text else f"nvidia-smi: {text.strip()}"
 
 
 def parse_gpus(text: str) -> list[dict[str, Any]]:
     """Returns the GPUs of nvidia-smi's table; memory in bytes, uncorrectable memory errors since the driver started."""
     gpus = []
     for line in text.strip().splitlines():
-        index, name, total, used, driver, errors = (word.strip() for word in line.split(","))
+        index, name, total, used, driver, errors = line.split(", ")
         gpu = {
             "index": int(index),
             "name": name,
-            "memory_bytes": int(total) * 2**20 if total.isdigit() else 0,
-            "used_bytes": int(used) * 2**20 if used.isdigit() else 0,
+            "memory_bytes": _number(total) * MiB,
+            "used_bytes": _number(used) * MiB,
             "driver": driver,
-            "ecc_errors": int(errors) if errors.isdigit() else 0,
+            "ecc_errors": _number(errors),
         }
         gpus.append(gpu)
     return gpus
+
+
+def _number(text: str) -> int:
+    """Of nvidia-smi; 0 for [N/A]."""
+    return int(text) if text.isdigit() else 0
 
 
 def port_error(port: int) -> str:
@@ -106,5 +110,5 @@ def port_error(port: int) -> str:
             listener.bind(("", port))
             listener.listen()
         except OSError as error:
-            return f"port {port}: {error.strerror}; in use by {port_owner(port)}"
+            return f"port {port}: {error.strerror}; ss -ltnp names the process"
     return ""

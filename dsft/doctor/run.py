@@ -9,7 +9,6 @@ Under a launcher (srun, mpirun, torchrun, deepspeed, accelerate) each rank exami
 import contextlib
 import json
 import os
-import re
 import shlex
 import signal
 import socket
@@ -39,17 +38,6 @@ JOIN_SECONDS = 60
 MEASURE_SECONDS = 120.0
 REDUCED_BYTES = 64 * 2**20
 MATRIX = 2048
-PYTHON = re.escape(sys.executable)
-SSH_ERRORS = {
-    "Could not resolve hostname": "unknown-host",
-    "Host key verification failed": "ssh-host-key",
-    "Permission denied": "ssh-password",
-    "timed out|No route to host|unreachable|not responding|Connection refused": "host-unreachable",
-    "cd:.*(No such file|can't cd|ot a directory)": "no-folder",
-    "No module named": "package-missing",
-    f"{PYTHON}.*No such file|No such file.*{PYTHON}": "no-python",
-}
-"""What ssh, the shell or Python print -> code of the finding; the first that fits."""
 
 
 @dataclass(kw_only=True)
@@ -182,15 +170,13 @@ def answers_of(name: str, words: list[str], seconds: float) -> list[dict[str, An
             output, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # ranks of this machine, too
-            return finding("node-silent", name, f"no answer within {seconds:.0f} s")
+            return finding("no-answer", name, f"no answer within {seconds:.0f} s")
     lines = [line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)]
     if lines:
         received = {"received": time.time()}
         return [json.loads(line) | received for line in lines]
-    errors = errors.strip()
-    message = (errors.splitlines() or [f"exit code {process.returncode}"])[-1][:300]
-    code = next((code for pattern, code in SSH_ERRORS.items() if re.search(pattern, errors)), "ssh-failed")
-    return finding(code, name, message)
+    lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+    return finding("no-answer", name, lines[-1][:300])  # of ssh, the shell there, or Python
 
 
 # ---- on a node

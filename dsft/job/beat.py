@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,7 +58,7 @@ class Cause:
     exit_code: int = 1
     printed_by: int = 0
     """The rank that prints it."""
-    lines: tuple[str, ...] = ()
+    lines: list[str] = field(default_factory=list)
     """What a rank that exits with an error of dsft's own has to say; printed instead of the sentence."""
     traceback: str = ""
 
@@ -68,17 +68,18 @@ class Cause:
     def named_lines(self) -> list[str]:
         """The lines with the name of the rank, which rank 0 prints for another: it has not found the same error."""
         name = f"rank {self.rank} on {self.host}"
-        if self.rank == 0:
-            return list(self.lines)
-        return [line if name in line else line.replace("error: ", f"error: {name}: ", 1) for line in self.lines]
+        lines = []
+        for line in self.lines:
+            is_named = self.rank == 0 or name in line
+            lines.append(line if is_named else line.replace("error: ", f"error: {name}: ", 1))
+        return lines
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Cause":
-        values = json.loads(text)
-        return cls(**values | {"lines": tuple(values["lines"])})
+        return cls(**json.loads(text))
 
 
 def is_consequence(error: str) -> bool:
@@ -254,9 +255,11 @@ class _Beat(threading.Thread):
 
     def _look_at_entries(self, now: float) -> None:
         """Rank 0 reads all entries and that of `dsft launch`, every other rank that of rank 0."""
-        keys = [f"rank {rank}" for rank in (range(self.world_size) if self.rank == 0 else [0])]
-        if self.rank == 0 and self.store.check([LAUNCHER_BEAT]):
-            keys.append(LAUNCHER_BEAT)
+        keys = ["rank 0"]
+        if self.rank == 0:
+            keys += [f"rank {rank}" for rank in range(1, self.world_size)]
+            if self.store.check([LAUNCHER_BEAT]):
+                keys.append(LAUNCHER_BEAT)
         for key, text in zip(keys, self.store.multi_get(keys), strict=True):
             entry = self.entries.get(key)
             if entry is None or entry.text != text:
@@ -326,13 +329,12 @@ class _Beat(threading.Thread):
             return
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if os.environ.get("LOCAL_RANK", "0") == "0" or (self.rank == 1 and not is_agents):  # one of each node
+            text = f"rank 0 on {self.hosts[0]} {KILLED}"
             if is_agents:
-                self._print(f"error: torchrun's agent at {os.environ['MASTER_ADDR']} exited or was killed")
-            else:
-                text = f"rank 0 on {self.hosts[0]} {KILLED}"
-                self._print(f"error: {text}")
-                if self.run_file:
-                    record_failure(self.run_file, text, replaces=True)
+                text = f"torchrun's agent at {os.environ['MASTER_ADDR']} exited or was killed"
+            elif self.run_file:
+                record_failure(self.run_file, text, replaces=True)
+            self._print(f"error: {text}")
         self._exit(1)
 
     def fail(
@@ -511,7 +513,7 @@ def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
     if is_passed_on:
         with contextlib.suppress(RuntimeError):
             if exit_code:
-                beat.fail("exited", exit_code=exit_code, lines=tuple(lines or []))
+                beat.fail("exited", exit_code=exit_code, lines=lines or [])
             beat.store.set(f"rank {beat.rank}", BYE)
             if beat.rank == 0:  # which may hold the store: the others read first how the job has ended
                 until = time.monotonic() + SPREAD_SECONDS

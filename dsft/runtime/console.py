@@ -92,25 +92,13 @@ def print_table(title: str, rows: dict[str, str]) -> None:
 
 
 def show_table(table: "Table") -> None:
-    """Print a table where the terminal is wide enough for it, else a short text for each row. In a file or a pipe
-    nothing is broken over lines, so that paths and commands stay in one piece.
+    """Print a table, as wide as the terminal at most. In a file or a pipe nothing is broken over lines, so that paths
+    and commands stay in one piece.
     """
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else NO_LIMIT
-    console = Console(width=width, highlight=False, markup=False, emoji=False)  # a path may hold [brackets]
-    if console.measure(table, options=console.options.update(width=NO_LIMIT)).maximum <= console.width:
-        console.print(table)
-        return
-    rows = []
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        named = zip(table.columns, cells, strict=True)
-        parts = [f"{column.header} {cell}".strip() for column, cell in named if cell]
-        rows.append(", ".join(parts).replace("\n", "; "))
-    for text in (table.title, *rows, table.caption):
-        if text:
-            console.print(str(text), soft_wrap=width is not None)
-    console.print()  # between two of them
+    Console(width=width, highlight=False, markup=False, emoji=False).print(table)  # a path may hold [brackets]
 
 
 def show_text(text: str, *, file: TextIO | None = None) -> None:

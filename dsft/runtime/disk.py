@@ -92,19 +92,18 @@ def hold_folder(folder: Path) -> Iterator[None]:
         UserError: another run is writing there.
     """
     is_new = not folder.exists()
-    lock = None
+    lock = filelock.FileLock(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder / LOCK)
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise UserError(in_use(folder)) from None
     except OSError:
-        lock = None
+        pass
     try:
         yield
     finally:
-        if lock:
+        if lock.is_locked:
             (folder / LOCK).unlink(missing_ok=True)
             lock.release()
         if is_new:

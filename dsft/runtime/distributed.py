@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import os
 import re
 import signal
@@ -43,12 +44,12 @@ from dsft.runtime.launcher_env import (
     free_port,
     launchers_of,
     map_launcher_variables,
-    port_owner,
     rank,
     ranks_per_node,
     world_size,
 )
-from dsft.runtime.software import code_hash, numeric_versions, untested_versions
+from dsft.runtime.software import TESTED_PACKAGES, code_hash, numeric_versions, untested_versions
+from dsft.units import plural
 
 if TYPE_CHECKING:
     import torch
@@ -108,8 +109,8 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
-                f"MASTER_PORT={port}: is in use on {socket.gethostname()} by {port_owner(int(port))}; pass another to"
-                " the launcher (--master_port N, the same on every node), or end that process"
+                f"MASTER_PORT={port}: is in use on {socket.gethostname()} (ss -ltnp names the process); pass another"
+                " to the launcher (--master_port N, the same on every node)"
             ) from error
         reason = one_line(error).partition(". ")[0].rstrip(".")
         raise NotStarted(
@@ -189,11 +190,15 @@ def raise_together(problems: list[str]) -> None:
     have comes with the first host and rank that has it. Collective.
     """
     ranks = from_all([(f"{socket.gethostname()}, rank {rank()}", problems)])
-    places = {}
+    places = defaultdict(list)
     for place, problems_there in ranks:
         for problem in dict.fromkeys(problems_there):
-            places.setdefault(problem, []).append(place)
-    raise_if_any([problem if len(on) == len(ranks) else f"{problem} (on {on[0]})" for problem, on in places.items()])
+            places[problem].append(place)
+    named = []
+    for problem, places_there in places.items():
+        is_everywhere = len(places_there) == len(ranks)
+        named.append(problem if is_everywhere else f"{problem} (on {places_there[0]})")
+    raise_if_any(named)
 
 
 def from_all(values: list[Any]) -> list[Any]:
@@ -202,7 +207,7 @@ def from_all(values: list[Any]) -> list[Any]:
     if dist := _several_ranks():
         lists *= dist.get_world_size()
         dist.all_gather_object(lists, values)
-    return [value for of_rank in lists for value in of_rank]
+    return list(itertools.chain.from_iterable(lists))
 
 
 def wait_for_all() -> None:
@@ -285,7 +290,6 @@ def smallest_machine() -> Machine:
         nodes=len(numbers),
         ranks_per_node=max(numbers.values()),
         num_ranks=0 if is_even else len(of_ranks),
-        host_names=tuple(sorted({host for host, _ in numbers})),
         device_bytes=min(machine.device_bytes for _, machine in of_ranks),
         host_bytes=min(machine.host_bytes for _, machine in of_ranks),
     )
@@ -306,7 +310,9 @@ def add_over_ranks(values: "torch.Tensor") -> None:
 
 def sum_over_ranks(values: "torch.Tensor") -> "torch.Tensor":
     """Sum element by element over all ranks; the result is on the CPU. Collective."""
-    add_over_ranks(values := values.to(device()) if _several_ranks() else values)
+    if _several_ranks():
+        values = values.to(device())
+        add_over_ranks(values)
     return values.cpu()
 
 
@@ -372,11 +378,15 @@ def signals_save() -> Iterator[None]:
     """Note SIGTERM, and Ctrl-C where `listen_for_signals` was called, as well inside a `with`; before, they end the
     process as usual. In the main thread only; elsewhere (a notebook's) nothing changes.
     """
-    with contextlib.ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT) if _saves_at_ctrl_c else (signal.SIGTERM,):
-                stack.callback(signal.signal, number, signal.signal(number, _note_signal))
+    numbers = []
+    if threading.current_thread() is threading.main_thread():
+        numbers = [signal.SIGTERM, signal.SIGINT] if _saves_at_ctrl_c else [signal.SIGTERM]
+    handlers = {number: signal.signal(number, _note_signal) for number in numbers}
+    try:
         yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def is_asked_to_save() -> bool:
@@ -432,7 +442,6 @@ SAME_FILES = "copy the same files to every node, or mount one folder"
 SAME_CODE = "copy one checkout to every node, or mount it there"
 SAME_LIBRARIES = "on every node: pip install -c constraints.txt -e ."
 LONGEST_VALUE = 80  # characters of a value in a message; of a longer one its beginning and a hash
-MOST_HOSTS = 5  # named for a value
 NOT_SET = "not set"
 
 
@@ -442,8 +451,9 @@ def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
     """
     if any(from_all([bool(problems)])):  # of reading the options: they are the cause, and are raised with others later
         return
-    libraries = {f"version of {name}": version for name, version in numeric_versions().items()}
-    if untested := untested_versions():
+    versions = numeric_versions()
+    libraries = {f"version of {name}": version for name, version in versions.items()}
+    if untested := untested_versions({name: versions[name] for name in TESTED_PACKAGES}):
         say(f"warning: never tested with {', '.join(untested)}; constraints.txt has versions that were")
     require_agreement({SAME_OPTIONS: options, SAME_CODE: {"code of dsft": code_hash()}, SAME_LIBRARIES: libraries})
 
@@ -460,20 +470,21 @@ def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
                 text = f"{text[:LONGEST_VALUE]}... (hash {hashlib.sha256(text.encode()).hexdigest()[:12]})"
             mine[name] = (text, remedy)
     ranks = from_all([(socket.gethostname(), rank(), mine)])
+    names = {}
+    for _, _, facts in ranks:
+        names |= dict.fromkeys(facts)
     problems = []
-    for name in dict.fromkeys(name for _, _, facts in ranks for name in facts):
+    for name in names:
         places_of_value = defaultdict(list)
         remedy = ""
         for host, number, facts in ranks:
             value, remedy = facts.get(name, (NOT_SET, remedy))
-            places_of_value[value].append((host, number))
+            places_of_value[value].append(f"{host} (rank {number})")
         if len(places_of_value) == 1:
             continue
         values = []
         for value, places in places_of_value.items():
-            hosts = list(dict.fromkeys(host for host, _ in places))
-            more = f" and {len(hosts) - MOST_HOSTS} more" if len(hosts) > MOST_HOSTS else ""
-            which = f"rank {places[0][1]}" if len(places) == 1 else f"{len(places)} ranks"
-            values.append(f"{value} on {', '.join(hosts[:MOST_HOSTS])}{more} ({which})")
+            more = f" and {plural(len(places) - 1, 'other rank')}" if len(places) > 1 else ""
+            values.append(f"{value} on {places[0]}{more}")
         problems.append(f"{name} differs between the ranks: {', '.join(values)}; {remedy}")
     raise_if_any(problems)

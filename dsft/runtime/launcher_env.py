@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from dsft.errors import UserError, raise_if_any, shown_command
+from dsft.errors import UserError
 
 # Variables that `dsft launch` sets.
 LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts tell their own run from the one that `overwrite` replaces
@@ -27,7 +27,6 @@ CHECKS_ALONE = "DSFT_CHECKS_ALONE"  # rank 0's entry runs alone before all ranks
 MPI_NAMES = {
     "OpenMPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "MVAPICH": tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
 }
 """Rank, number of ranks, and the same within the node, as each mpirun says them."""
 MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
@@ -67,26 +66,13 @@ def interface_error() -> str:
     """Returns which interface of NCCL's or gloo's variables is not on this node; empty if all are."""
     present = list(psutil.net_if_addrs())
     for variable in INTERFACE_VARIABLES:
-        names = os.environ.get(variable, "").lstrip("=").split(",")
-        prefixes = [name for name in names if name and not name.startswith("^")]
-        if prefixes and not any(name.startswith(prefix) for name in present for prefix in prefixes):
-            return f"{variable}={os.environ[variable]}, but the interfaces are {', '.join(present)}"
+        value = os.environ.get(variable, "")
+        if not value or value.startswith("^"):  # names those that are not to be used
+            continue
+        prefixes = tuple(value.lstrip("=").split(","))
+        if not any(name.startswith(prefixes) for name in present):
+            return f"{variable}={value}, but the interfaces are {', '.join(present)}"
     return ""
-
-
-def check_environment(given: Mapping[str, str]) -> None:
-    """Check the variables that are read as numbers or names, before anything reads them (UserError)."""
-    problems = [
-        f"{name}={given[name]} in the environment: must be a whole number; unset it, or start dsft through a launcher"
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-        if not given.get(name, "0").strip().isdecimal()
-    ]
-    accelerator = given.get("DS_ACCELERATOR", "cpu")
-    if accelerator not in ("cuda", "cpu"):
-        problems.append(f"DS_ACCELERATOR={accelerator} in the environment: must be cuda or cpu, or unset to find GPUs")
-    if problem := interface_error():
-        problems.append(problem)
-    raise_if_any(problems)
 
 
 def unset_single_process_env() -> None:
@@ -99,9 +85,10 @@ def unset_single_process_env() -> None:
 
 def map_launcher_variables() -> None:
     """Set RANK, WORLD_SIZE and the others where only MPI's or SLURM's own are there. Safe to call again. Raises
-    UserError: MPI over several nodes without MASTER_ADDR, which only the user knows.
+    UserError: an interface that does not exist; MPI over several nodes without MASTER_ADDR, which only the user knows.
     """
-    check_environment(os.environ)
+    if problem := interface_error():
+        raise UserError(problem)
     for name in LEFT_OVER:
         os.environ.pop(name, None)
     variables = launcher_variables(os.environ)
@@ -136,11 +123,14 @@ def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
         size = given.get("SLURM_STEP_NUM_TASKS", "1")
         if rank is None or int(size) < 2 or "SLURM_STEP_ID" not in given:
             return {}
-        counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", given["SLURM_STEP_TASKS_PER_NODE"])  # 2(x3),1
-        local_size = [count for count, times in counts for _ in range(int(times or 1))][int(given["SLURM_NODEID"])]
+        tasks_of_nodes = []
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", given["SLURM_STEP_TASKS_PER_NODE"]):  # 2(x3),1
+            tasks_of_nodes += [count] * int(times or 1)
+        local_size = tasks_of_nodes[int(given["SLURM_NODEID"])]
         # With --gpus-per-task each task sees its own GPU alone, as number 0.
-        gpus = given["CUDA_VISIBLE_DEVICES"].split(",") if given.get("CUDA_VISIBLE_DEVICES") else range(int(local_size))
-        local_rank = str(int(given["SLURM_LOCALID"]) % len(gpus))
+        visible = given.get("CUDA_VISIBLE_DEVICES")
+        num_gpus = len(visible.split(",")) if visible else int(local_size)
+        local_rank = str(int(given["SLURM_LOCALID"]) % num_gpus)
         address = first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"])
         number = int(given["SLURM_JOB_ID"])
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
@@ -224,19 +214,6 @@ def address_of(host: str) -> str | None:
         return None
     # This machine's own name, as Debian's installer writes it.
     return outgoing_address("192.0.2.1") if ipaddress.ip_address(address).is_loopback else address
-
-
-def port_owner(port: int) -> str:
-    """The process of this machine that listens at a TCP port, as far as this user may know."""
-    try:
-        connections = [entry for entry in psutil.net_connections("inet") if entry.status == psutil.CONN_LISTEN]
-        pid = next((entry.pid for entry in connections if entry.laddr.port == port), None)
-        if pid is None:
-            return "another user's process"
-        command = " ".join(shown_command(psutil.Process(pid).cmdline()).split())
-        return f"process {pid} ({command[:120]})"
-    except (psutil.Error, OSError):
-        return "another process"
 
 
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=3", "ServerAliveCountMax=3")

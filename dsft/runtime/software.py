@@ -2,7 +2,6 @@
 DeepSpeed compiles can be. Imports no package by itself.
 """
 
-import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -41,34 +40,32 @@ def versions(*others: str) -> dict[str, str]:
     """Versions of Python and of every package that a run's numbers depend on; of `others` where they are installed.
     Raises PackageNotFoundError: one of PACKAGES is not installed.
     """
-    installed = {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES}
-    return installed | {name: version for name in others if (version := version_of(name, missing=""))}
+    installed = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        installed[name] = importlib.metadata.version(name)
+    for name in others:
+        if version := version_of(name, missing=""):
+            installed[name] = version
+    return installed
 
 
 def numeric_versions() -> dict[str, str]:
     """Versions of what changes the numbers or the tokens of a run; of Python without the last digit, which does not."""
-    python = ".".join(map(str, sys.version_info[:2]))
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"python": python} | {name: version_of(name) for name in (*NUMERIC_PACKAGES, *OPTIONAL_PACKAGES)}
 
 
-def untested_versions(installed: Mapping[str, str] | None = None) -> list[str]:
-    """Name each package that is newer than the newest version that dsft was tested with; by default of this
-    environment.
-    """
-    installed = installed or {name: importlib.metadata.version(name) for name in TESTED_PACKAGES}
-    file = "constraints.txt"
-    path = PACKAGE / file if (PACKAGE / file).is_file() else PACKAGE.parent / file  # a wheel has it inside
-    if not path.is_file():  # a copy of the package alone, as on nodes that share no folder
-        return []
+def untested_versions(installed: Mapping[str, str]) -> list[str]:
+    """Name each of these packages that is newer than the newest version that dsft was tested with."""
     untested = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        name, _, pin = line.partition("==")
-        newest = pin.partition(";")[0].strip()
-        if name.strip() in installed and newest:
-            version = installed[name.strip()]
+    for folder in (PACKAGE, PACKAGE.parent):  # a wheel has the file inside; a copy of the package alone has none
+        file = folder / "constraints.txt"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        for line in lines:
+            name, _, newest = line.partition("==")
             # 2.13.0a0+nv25.9 and 2.13.0.post1 are 2.13.0
-            if Version(Version(version).base_version) > Version(newest):
-                untested.append(f"{name.strip()} {version} (tested up to {newest})")
+            if name in installed and Version(Version(installed[name]).base_version) > Version(newest):
+                untested.append(f"{name} {installed[name]} (tested up to {newest})")
     return untested
 
 
@@ -84,7 +81,7 @@ def git_commit() -> str | None:
 def code_hash() -> str:
     """Hash the package's Python files and chat templates: two nodes may both say "+changes" and run different code."""
     total = hashlib.sha256()
-    for path in sorted(path for suffix in ("py", "jinja") for path in PACKAGE.rglob(f"*.{suffix}")):
+    for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.jinja")]):
         total.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:12]
 
@@ -102,46 +99,33 @@ def compile_error() -> str:
     return "" if headers.is_file() else f"{headers} is not there"
 
 
-def offload_problems(deepspeed_config: Mapping[str, Any], *, has_gpu: bool = False) -> list[str]:
-    """Say why the optimizer, which DeepSpeed compiles for an offload or a GPU at its first use, cannot be compiled."""
+FUSED = {"adam": "FusedAdam", "adamw": "FusedAdam", "lamb": "FusedLamb", "lion": "FusedLion"}
+"""Type of optimizer in a DeepSpeed JSON -> what DeepSpeed compiles for it on a GPU."""
+ON_CPU = {"lion": "CPULion", "adagrad": "CPUAdagrad"}
+"""The same for an offloaded one; of all others CPUAdam."""
+
+
+def optimizer_problems(deepspeed_config: Mapping[str, Any], *, has_gpu: bool = False) -> list[str]:
+    """Compile the optimizer, which DeepSpeed would do after the model has loaded; returns why it cannot be."""
     optimizer = deepspeed_config.get("optimizer") or {}
     offload = (deepspeed_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    kind = str(optimizer.get("type")).lower()
     if (optimizer.get("params") or {}).get("torch_adam"):
         return []
-    if offload.get("device", "none") == "none":
-        kind = str(optimizer.get("type")).lower()
-        reason = nvcc_problem() if has_gpu and kind in FUSED else ""
-        return [f"zero: optimizer.type {kind}: nvcc cannot compile it ({reason}); AdamW needs none"] if reason else []
-    from deepspeed.git_version_info import installed_ops
-    from torch.utils.cpp_extension import _get_build_directory
-
-    if installed_ops.get("cpu_adam"):
+    if offload.get("device", "none") != "none":
+        operator = ON_CPU.get(kind, "CPUAdam")
+    elif has_gpu and kind in FUSED:
+        operator = FUSED[kind]
+    else:
         return []
-    with contextlib.suppress(OSError):  # it makes the folder
-        if Path(_get_build_directory("cpu_adam", verbose=False), "cpu_adam.so").is_file():
-            return []
-    if not (reason := compile_error()):
-        return []
-    return [
-        f"zero: with offload DeepSpeed compiles its CPUAdam, which {socket.gethostname()} cannot ({reason}): apt-get"
-        " install g++ python3-dev, or take a zero without offload"
-    ]
+    from deepspeed.accelerator import get_accelerator
 
-
-FUSED = ("adam", "adamw", "lamb", "lion")
-"""Types of optimizers that DeepSpeed compiles for a GPU."""
-
-
-def nvcc_problem() -> str:
-    """Return why nvcc cannot compile FusedAdam; empty if it can, or did before."""
-    import torch
-    from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops.op_builder.builder import assert_no_cuda_mismatch
-
-    if installed_ops.get("fused_adam") or torch.version.hip:
-        return ""
     try:
-        assert_no_cuda_mismatch("fused_adam")
-    except Exception as error:  # no toolkit, one of another CUDA, or a compiler whose version cannot be read
-        return one_line(error)
-    return ""
+        get_accelerator().create_op_builder(f"{operator}Builder").load(verbose=False)
+    except Exception as error:  # no toolkit, one of another CUDA, no compiler: of many classes
+        reason = compile_error() or one_line(error)
+        return [
+            f"zero: {socket.gethostname()} cannot compile DeepSpeed's {operator} ({reason}): apt-get install g++"
+            " python3-dev (on a GPU, nvcc of torch's CUDA), or take a zero without it"
+        ]
+    return []

@@ -86,9 +86,9 @@ def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], l
         return [], []
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     given = {name: options.training[name] for name in names if options.training.get(name)}
-    factors = [f"{name}={value}" for name, value in given.items()]
-    factors.append(plural(world, "rank") + (f" / sequence_parallel={shared_by}" if shared_by > 1 else ""))
-    product = " x ".join(factors)
+    product = " x ".join([*(f"{name}={value}" for name, value in given.items()), plural(world, "rank")])
+    if shared_by > 1:
+        product += f" / sequence_parallel={shared_by}"
     per_step = Batch(math.prod(given.values()), 1, world, shared_by).sequences
     if len(given) == 2:  # both fixed, by a DeepSpeed JSON
         problem = f"global_batch_size={total} is not {product}; leave one of them to follow"
@@ -192,6 +192,7 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
         "use_cpu": not has_gpu(),
         "remove_unused_columns": False,  # sequences have their columns already
         "resume_from_checkpoint": None,  # train() gets the folder
+        "include_num_input_tokens_seen": "non_padding",
         "logging_nan_inf_filter": False,  # it would wait for the loss of each micro batch
     }
 
@@ -307,17 +308,17 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
     if not machine.measured:
         return problems
     temporary = tempfile.gettempdir()
-    if options.training.get("dataloader_num_workers") and len(temporary) > LONGEST_TMPDIR:
+    if training.get("dataloader_num_workers") and len(temporary) > LONGEST_TMPDIR:
         problems.append(
             f"TMPDIR={temporary}: too long for the sockets of data workers; set one of at most {LONGEST_TMPDIR}"
             " characters, or dataloader_num_workers: 0"
         )
-    packages = {}
+    needed = []
     if training.get("use_liger_kernel"):
-        packages["use_liger_kernel"] = "liger_kernel"
+        needed.append(("use_liger_kernel", "liger_kernel"))
     if options.method == "qlora" and machine.has_gpu and options.quantization in FORMATS:
-        packages["method=qlora"] = FORMATS[options.quantization].package
-    for name, package in packages.items():
+        needed.append(("method=qlora", FORMATS[options.quantization].package))
+    for name, package in needed:
         if importlib.util.find_spec(package) is None:
             problems.append(f"{name}: the package {package} is not installed; pip install {package.replace('_', '-')}")
     return problems
@@ -444,10 +445,13 @@ def checkpoint_size(
     """Counts what a training with a decided `dtype` writes; if no plan or explicit `zero` gives a config yet, by the
     stage that writes least.
     """
-    config = compose(deepspeed_config or {}, bf16_states=options.states == "bfloat16")
+    config = compose(
+        deepspeed_config or {"zero_optimization": {"stage": 3}},
+        bf16_states=options.states == "bfloat16",
+    )
     weight_bytes = DTYPE_BYTES[options.dtype]
     optimizer = optimizer_memory(config, options.training.get("optim"), weight_bytes=weight_bytes)
-    zero_stage = 3 if deepspeed_config is None else stage(deepspeed_config)
+    zero_stage = stage(config)
     in_module = size.num_trainable if size.lora_r else size.num_params
     # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments).
     copied = (in_module if zero_stage < 3 else 0) + (in_module - size.num_trainable if zero_stage >= 2 else 0)

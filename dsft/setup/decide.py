@@ -67,7 +67,7 @@ from dsft.runtime.console import say
 from dsft.runtime.disk import in_use, is_held
 from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, require_agreement
 from dsft.runtime.hardware import Machine, has_gpu, this_machine
-from dsft.runtime.software import offload_problems
+from dsft.runtime.software import optimizer_problems
 from dsft.setup import arguments
 from dsft.setup.named_files import NOT_NEEDED
 
@@ -162,7 +162,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     run = check_run(options, machine, problems)
     before = run.options
     distributed.raise_together(run.problems)
-    distributed.raise_together(arguments.check_hub(before) if distributed.rank() == 0 else [])
+    distributed.on_rank_0(lambda: raise_if_any(arguments.check_hub(before)))
     distributed.raise_together(check_weights(before, run.model, local=False))
 
     # What depends on the disk or the clock is decided once, by rank 0.
@@ -182,22 +182,26 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     require_agreement({SAME_OPTIONS: common_options(before), SAME_FILES: files})
     run.apply(decisions)
     options = run.options
-    if (size := options.sequence_parallel) > 1:
-        trusted = options.trust_remote_code
-        failed = failed_trial(run.model, size=size, model=options.model, trust_remote_code=trusted)
+    if options.sequence_parallel > 1:
+        failed = failed_trial(
+            run.model,
+            size=options.sequence_parallel,
+            model=options.model,
+            trust_remote_code=options.trust_remote_code,
+        )
         distributed.raise_together([failed] if failed else [])
     decide_run(run)
     choice = distributed.on_rank_0(lambda: plan_run(run))
     run.plan = choice.plan
     run.reason = choice.text
     config = run.plan.deepspeed_config
-    distributed.raise_together(offload_problems(config, has_gpu=machine.has_gpu))  # every node compiles what it needs
+    distributed.raise_together(optimizer_problems(config, has_gpu=machine.has_gpu))  # on every node
     if options.training.get("torch_compile"):
         # A rank that compiles for the shapes of its batch alone leaves the others waiting.
         seconds = options.step_timeout + options.compile_timeout
         run.apply([Decision("step_timeout", seconds, "a step that compiles again takes compile_timeout longer")])
     run.disk = arguments.checkpoint_size(run.options, run.model.size, config)
-    distributed.raise_together(arguments.check_room(run.output_dir, run.disk) if distributed.rank() == 0 else [])
+    distributed.on_rank_0(lambda: raise_if_any(arguments.check_room(run.output_dir, run.disk)))
     # Products of a training in float32 go over tensor cores if the GPUs of all ranks have TF32 (since Ampere).
     asks = run.options.dtype == "float32" and machine.has_gpu and "tf32" not in run.options.training
     if asks and all(distributed.from_all([is_torch_tf32_available()])):
@@ -354,13 +358,13 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
     if not options.model:
         return
     if starts and options.verify_resume:
-        damaged = []
-        for key, name in (("model", options.model), ("adapter", options.adapter)):
-            for error in run_folder.damage(name) if name else []:
-                way_out = "use another, or take it as it is with --verify_resume false"
-                damaged.append(f"{key}={name}: {error}; {way_out}")
-        run.problems += damaged
+        way_out = "use another, or take it as it is with --verify_resume false"
+        damaged = [f"model={options.model}: {error}; {way_out}" for error in run_folder.damage(options.model)]
+        if options.adapter:
+            errors = run_folder.damage(options.adapter)
+            damaged += [f"adapter={options.adapter}: {error}; {way_out}" for error in errors]
         if damaged:
+            run.problems += damaged
             return
     if starts and options.method != "full" and is_bare_config(options.model):
         run.problems.append(
@@ -557,8 +561,7 @@ def choose_plan(
 
 
 def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
-    """Chooses the plan of a decided training. One that resumes with zero auto on as many ranks as before keeps its
-    earlier plan, but for what the options name now; on others it takes one that can take the checkpoint over.
+    """Chooses the plan of a decided training. One that resumes takes a plan that can take the checkpoint over.
 
     Raises:
         UserError: where the plan is one that this training cannot have, or must fit and cannot: with the limiting
@@ -568,36 +571,12 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
     job = run.job
     machine = run.machine
     zero = options.zero
-    if run.checkpoint and zero == "auto":
-        resumed = Path(run.checkpoint).parent  # not output_dir, which may hold another run that this one replaces
-        earlier = run_folder.read_run(str(resumed)) if run_folder.is_run(resumed) else {}
-        ranks = machine.world_size
-        if earlier.get("world_size") == ranks and earlier["config"]["sequence_parallel"] == options.sequence_parallel:
-            zero = earlier["plan"]["zero"]
-            plan = earlier["plan"]
-            per_step = job.batch(plan["micro_batch"], plan["accumulation"], machine).sequences
-            if not job.micro_batch and not job.accumulation and job.sequences_per_step in (None, per_step):
-                job = dataclasses.replace(job, micro_batch=plan["micro_batch"], accumulation=plan["accumulation"])
-            job = dataclasses.replace(
-                job,
-                checkpointing=plan["activation_checkpointing"] if job.checkpointing is None else job.checkpointing,
-                checkpoint_every=job.checkpoint_every or plan["checkpoint_every"],
-            )
-            if zero.endswith(".json"):  # its numbers become options before a plan is made
-                raise UserError([f"resume_from_checkpoint={run.checkpoint}: its run had zero={zero}; use it again"])
-        if zero == "auto" and read_manifest(run.checkpoint).get("zero_stage") == 0:
-            zero = "0"  # what was not sharded stays so
+    if run.checkpoint and zero == "auto" and read_manifest(run.checkpoint).get("zero_stage") == 0:
+        zero = "0"  # what was not sharded stays so
     refused = refused_candidates(run)
     choice = choose_plan(job, machine, zero=zero, zero_file=run.zero_file, left_out=refused)
     config = choice.plan.deepspeed_config
     problems = arguments.check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), machine)
-    hpz_ranks = get_value(config, "zero_optimization.zero_hpz_partition_size") or 1
-    # groups.py, _create_zero_param_parallel_group, asserts it.
-    if stage(config) == 3 and machine.world_size % min(hpz_ranks, machine.world_size):
-        problems.append(
-            f"zero={choice.plan.zero}: zero_hpz_partition_size={hpz_ranks} does not divide the {machine.world_size}"
-            f" ranks; use {machine.ranks_per_node}, the ranks of a node, or zero 3"
-        )
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     if must_fit and not choice.plan.fits and options.memory_check:
         other = choose_plan(dataclasses.replace(job, checkpointing=None), machine, left_out=refused).plan

@@ -60,7 +60,9 @@ def check_evaluation(
             problems.append(f"zero={config.zero}: evaluation does not offload to NVMe; use 3-offload")
 
     models = [candidate_of(config, name, problems) for name in config.model]
-    candidates = [each for model in models for each in in_formats(model, config.quantization, problems)]
+    candidates = []
+    for model in models:
+        candidates += in_formats(model, config.quantization, problems)
     reference = candidate_of(config, config.reference, problems, key="reference") if config.reference else None
     if reference:
         in_formats(reference, [], problems)

@@ -290,8 +290,10 @@ def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict
 CLOSE_TO_UNIFORM = 0.01
 """A loss within this share of ln(vocabulary) is no better than uniform."""
 MOST_SKIPPED = 10
-MOST_SKIPPED_IN_FP16 = 30
-"""Steps that may be skipped in a row. In fp16 the first ones are, until the loss's scale fits: 16 from 65,536 to 1."""
+MOST_SKIPPED_IN_FP16 = 17
+"""Steps that may be skipped in a row. In fp16 the first ones are, until the loss's scale fits: 17 from 65,536 to 1, and
+in the next DeepSpeed raises an error of its own.
+"""
 PEAKS = ("peak_gpu_gib", "peak_host_gib")
 
 
@@ -336,15 +338,15 @@ class SkippedSteps:
         self.in_fp16 = in_fp16
         self.most = most or (MOST_SKIPPED_IN_FP16 if in_fp16 else MOST_SKIPPED)
 
-    def note(self, step: int, *, is_skipped: bool, at_least_scale: bool = False) -> None:
-        """Note step number `step`; the same on all ranks. `at_least_scale`: fp16's loss scale can be no smaller.
+    def note(self, step: int, *, is_skipped: bool) -> None:
+        """Note step number `step`; the same on all ranks.
         Raises TrainingStopped where too many steps in a row were skipped.
         """
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
         self.number += is_skipped
         if is_skipped and self.in_a_row == 1 and not self.in_fp16:
             say(f"warning: a gradient is infinite or NaN at step {step}: DeepSpeed skips this optimizer step")
-        if at_least_scale or self.in_a_row == self.most:
+        if self.in_a_row == self.most:
             raise TrainingStopped(
                 f"a gradient was infinite or NaN in {self.in_a_row} steps in a row, up to step {step}: nothing is"
                 " learnt any more. Usual causes: a learning rate too high, or broken weights in the model that training"
@@ -434,8 +436,10 @@ class ProgressLog(TrainerCallback):
             elif self.peak != text:
                 parts.append(text)
                 self.peak = text
-        samples = [[" ".join(text.split()) for text in sample] for sample in samples_in(logs)]
-        samples = [f"  {prompt[-60:]} => {answer}" for prompt, answer in samples]
+        samples = []
+        for prompt, answer in samples_in(logs):
+            prompt = " ".join(prompt.split())
+            samples.append(f"  {prompt[-60:]} => {' '.join(answer.split())}")
         if self.bar is not None:
             columns = shutil.get_terminal_size().columns
             self.bar.write("\n".join([_fitting(parts, columns), *samples]))
@@ -458,6 +462,10 @@ def _fitting(parts: list[str], columns: int) -> str:
     while len(text := "  ".join(parts)) > columns and parts:
         parts = parts[:-1]
     return text
+
+
+HOST_MEMORY = "host memory of a node"
+STEP_TIME = "time of a step"
 
 
 class PlanCheck(TrainerCallback):
@@ -492,26 +500,30 @@ class PlanCheck(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         plan = self.plan
-        measured = {"seconds": statistics.median(self.step_seconds) if self.step_seconds else 0.0}
-        if has_gpu():
-            measured["allocated"] = torch.cuda.max_memory_allocated()
-            measured["reserved"] = torch.cuda.max_memory_reserved()
-        ranks = from_all([(this_node(), peak_resident_bytes(), measured)])
-        node_bytes: Counter[tuple[str, str]] = Counter()
-        for node, host_bytes, _ in ranks:
-            node_bytes[node] += host_bytes
-        largest = {name: max(figures[name] for _, _, figures in ranks) for name in measured}
-        rows = [("host memory of a node", plan.host_bytes, max(node_bytes.values()), "GiB")]
+        predicted = {HOST_MEMORY: plan.host_bytes}
+        measured = {HOST_MEMORY: peak_resident_bytes()}
         if has_gpu():
             allocated = peak_bytes([term for term in plan.terms if term.phase != "outside"], "device")
-            rows.append(("GPU memory allocated", allocated, largest["allocated"], "GiB"))
-            rows.append(("GPU memory reserved", int((1 + FRAGMENTATION) * allocated), largest["reserved"], "GiB"))
-        if plan.has_time_estimate and largest["seconds"]:
-            rows.append(("time of a step", plan.step_seconds, largest["seconds"], "s"))
+            predicted["GPU memory allocated"] = allocated
+            predicted["GPU memory reserved"] = int((1 + FRAGMENTATION) * allocated)
+            measured["GPU memory allocated"] = torch.cuda.max_memory_allocated()
+            measured["GPU memory reserved"] = torch.cuda.max_memory_reserved()
+        if plan.has_time_estimate and self.step_seconds:
+            predicted[STEP_TIME] = plan.step_seconds
+            measured[STEP_TIME] = statistics.median(self.step_seconds)
+        ranks = from_all([(this_node(), measured)])
+        node_bytes: Counter[tuple[str, str]] = Counter()
+        largest: dict[str, float] = {}
+        for node, figures in ranks:
+            node_bytes[node] += figures[HOST_MEMORY]
+            for name, value in figures.items():
+                largest[name] = max(value, largest.get(name, 0))
+        largest[HOST_MEMORY] = max(node_bytes.values())
         shown = []
-        for name, predicted, actual, unit in rows:
-            error = predicted / actual - 1
-            self.figures[name] = {"predicted": predicted, "measured": actual, "error": error}
-            scale = GiB if unit == "GiB" else 1
-            shown.append(f"{name} {actual / scale:.3g} {unit} (predicted {predicted / scale:.3g}, {error:+.0%})")
+        for name, expected in predicted.items():
+            actual = largest[name]
+            error = expected / actual - 1
+            self.figures[name] = {"predicted": expected, "measured": actual, "error": error}
+            unit, scale = ("s", 1) if name == STEP_TIME else ("GiB", GiB)
+            shown.append(f"{name} {actual / scale:.3g} {unit} (predicted {expected / scale:.3g}, {error:+.0%})")
         say(f"measured over the full training: {'; '.join(shown)}")

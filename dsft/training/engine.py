@@ -13,7 +13,6 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.data.training_data import Prompt
@@ -43,15 +42,6 @@ def take_back_first_step(optimizer: object) -> None:
             copy.copy_(weight)
 
 
-class Heartbeats(BaseStreamer):
-    """Tells the watchdog of each token."""
-
-    def put(self, value: object = None) -> None:
-        watchdog.heartbeat()
-
-    end = put
-
-
 def answers_to(prompts: Sequence[Prompt], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return an answer to each prompt, made by rank 0, on every rank. Collective."""
     was_training = model.training
@@ -60,7 +50,8 @@ def answers_to(prompts: Sequence[Prompt], model: PreTrainedModel, tokenizer: Pre
     with gathered(model):
         if distributed.rank() == 0:
             for prompt in prompts:
-                ids = generate(model, tokenizer, prompt.ids, max_new_tokens=MAX_NEW_TOKENS, streamer=Heartbeats())
+                watchdog.heartbeat()
+                ids = generate(model, tokenizer, prompt.ids, max_new_tokens=MAX_NEW_TOKENS)
                 answers.append(tokenizer.decode(ids, skip_special_tokens=True))
     model.train(was_training)
     distributed.wait_long("samples are generated")

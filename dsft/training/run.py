@@ -42,7 +42,6 @@ from dsft.models.adapters import unwrapped
 from dsft.models.build import build_model
 from dsft.models.chunked_head import tile_loss
 from dsft.models.package import unreached
-from dsft.models.probes import length_limits
 from dsft.models.sequence_parallel import team_of
 from dsft.models.tokenizer import check_ids, stop_at
 from dsft.models.weight_files import WEIGHT_ENDINGS, model_identity, safe_unpickling
@@ -154,11 +153,6 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
     say(f"data: {', '.join(map(str, run.data))}: {describe_counts(data.counts)}{held_out}")
     for note in data.notes:
         say(f"note: {note}")
-    if limits := [limit for limit in length_limits(run.model.config) if limit < options.seq_len]:
-        say(
-            f"note: this model computes all rows of a batch as long ones (longrope) if one has more than {limits[0]:,}"
-            " tokens"
-        )
     model = build_model(options, dtype=options.dtype, seed=args.seed, new_tokens=run.new_tokens)
     if run.new_tokens:
         names = ", ".join(run.tokenizer.convert_ids_to_tokens(run.new_tokens))
@@ -277,19 +271,19 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
 
     def explanation(error: BaseException, memory: Memory) -> str:
         plan = run.plan
-        machine = run.machine
         options = run.options
         phase = watchdog.current_phase
-        if machine.has_gpu and memory == "GPU":
+        peaks = peak_memory_bytes()
+        if memory == "GPU":
             place = "GPU"
-            peak_bytes = peak_memory_bytes()["gpu"]
+            peak_bytes = peaks["gpu"]
             predicted_bytes = plan.device_bytes
-            available_bytes = machine.device_bytes
+            available_bytes = run.machine.device_bytes
         else:
             place = f"rank's {memory} memory"
-            peak_bytes = peak_memory_bytes()["host"]
-            predicted_bytes = plan.host_bytes / machine.ranks_per_node
-            available_bytes = machine.host_bytes / machine.ranks_per_node
+            peak_bytes = peaks["host"]
+            predicted_bytes = plan.host_bytes / run.machine.ranks_per_node
+            available_bytes = run.machine.host_bytes / run.machine.ranks_per_node
         try:
             smaller = smaller_plan(run)
         except Exception:  # there may be no memory for a search: the cause is reported all the same
@@ -360,7 +354,6 @@ def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, 
     """Saves the final model with its card, and completes run.json. Collective.
     Raises Unsaved where the model could not be saved, with the command that makes it of the last checkpoint.
     """
-    saves = trainer.saves
     try:
         final = trainer.save_final()
     except Unsaved as error:
@@ -369,11 +362,6 @@ def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, 
         command = shlex.join(["dsft", "export", str(saved[-1]), str(Path(run.output_dir) / FINAL)])
         raise Unsaved(f"{error}. Once there is room, make it of the last checkpoint: {command}") from None
     seconds = time.perf_counter() - start
-    if saves.number:
-        say(
-            f"{plural(saves.number, 'checkpoint')} saved in {saves.seconds:.3g} s, {saves.seconds / seconds:.1%} of the"
-            f" run; the largest is {saves.largest_bytes / 1e9:.3g} GB"
-        )
     if distributed.rank() == 0:
         results = {"train_loss": trainer.train_loss, "seconds": seconds, "final_model": str(final)}
         _write_results(run, results | trainer.results(), status="done")

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, is_deepspeed_zero3_enabled
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer_utils import TrainOutput, speed_metrics
+from transformers.trainer_utils import TrainOutput
 
 from dsft.checkpoints.export import add_keys_of_transformers_4, copy_processor
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
@@ -86,12 +86,6 @@ ADAPTER_SCALE = ("lora_alpha", "alpha_pattern", "use_rslora")
 """Fields of an adapter's config that change what its tensors mean, and not their shapes."""
 HYPERPARAMETERS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
 """Of an optimizer's groups: what options set. Whatever else is there may be a state (Prodigy)."""
-LEAST_SCALE = "loss scale already at minimum"
-"""What DeepSpeed raises under ZeRO 1 to 3 when fp16 finds no scale (runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
-MOST_DATA_WAIT = 0.2
-"""Share of the time from which waiting for data is reported."""
-LEAST_DATA_WAIT_SECONDS = 0.2
-"""Less is chance."""
 STATES = {
     "bf16.bf16_master_weights_and_grads": "bfloat16, moments float32",
     "bf16.bf16_optimizer_states": "bfloat16",
@@ -146,7 +140,6 @@ class PerplexityTrainer(Trainer):
         self._set_callbacks(run)
         self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=options.max_skipped_steps)
         self.is_stopping = False
-        self._has_noted_data_wait = False
         self.work = Work(args.device)
         self.metrics: dict[str, float] = {}
         """Of the next line of the log, beside what the Trainer logs."""
@@ -294,9 +287,9 @@ class PerplexityTrainer(Trainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         engine = self.model_wrapped
         # What options set now: a checkpoint brings the values of those that saved it.
-        options_now = [
-            {name: group[name] for name in HYPERPARAMETERS if name in group} for group in engine.optimizer.param_groups
-        ]
+        options_now = []
+        for group in engine.optimizer.param_groups:
+            options_now.append({name: group[name] for name in HYPERPARAMETERS if name in group})
         if checkpoint is not None and not is_changed:
             deepspeed_load_checkpoint(engine, checkpoint, load_module_strict=not isinstance(self.model, PeftModel))
             self._load_optimizer_and_scheduler(checkpoint)
@@ -304,7 +297,7 @@ class PerplexityTrainer(Trainer):
         if checkpoint is None:
             take_back_first_step(engine.optimizer)
         if is_changed:
-            self._restore(checkpoint)
+            restore(engine, engine.lr_scheduler or self.lr_scheduler, checkpoint)
         if checkpoint is not None:
             self._take_options(checkpoint, options_now)
         self.skipped_steps.number = engine.skipped_steps
@@ -339,11 +332,6 @@ class PerplexityTrainer(Trainer):
         scheduler._last_lr = rates
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
-
-    def _restore(self, checkpoint: str) -> None:
-        """Reads a checkpoint of other ranks or another stage."""
-        engine = self.model_wrapped
-        restore(engine, engine.lr_scheduler or self.lr_scheduler, checkpoint)
 
     # Steps.
 
@@ -398,13 +386,8 @@ class PerplexityTrainer(Trainer):
         if self.team.size > 1:
             rows_BT = None if rows_BT is None else rows_BT.to(self.args.device)
             attention = self.team.attention(self.model, rows_BT=rows_BT)
-        try:
-            with attention:
-                loss = super().training_step(model, inputs, num_items_in_batch)
-        except Exception as error:  # DeepSpeed raises no narrower one
-            if LEAST_SCALE in str(error):
-                self.skipped_steps.note(step + 1, is_skipped=True, at_least_scale=True)
-            raise
+        with attention:
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:  # the same on all ranks
             step += 1
             seconds = time.monotonic() - self._saved_at
@@ -431,8 +414,6 @@ class PerplexityTrainer(Trainer):
         """Leaves tokens to `_maybe_log_save_evaluate`: the Trainer's count is a collective for each micro batch, and
         takes end tokens for padding in rows without a mask.
         """
-        if self.args.include_num_input_tokens_seen != "non_padding":
-            super()._track_num_input_tokens(inputs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's, after what was sent of the step before is read, and of this step where something due needs it:
@@ -453,8 +434,7 @@ class PerplexityTrainer(Trainer):
                     f" (here {self.args.learning_rate}), fp16 instead of bf16, or broken weights in the model that"
                     " training started from"
                 )
-            if self.args.include_num_input_tokens_seen == "non_padding":
-                self.state.num_input_tokens_seen += int(sums.tokens)
+            self.state.num_input_tokens_seen += int(sums.tokens)
             self.totals["trained_tokens"] += int(sums.trained)
             self.totals["nats"] += sums.nats
             if sums.due:
@@ -467,7 +447,6 @@ class PerplexityTrainer(Trainer):
             }
             if self.skipped_steps.number:
                 self.metrics["skipped_steps"] = self.skipped_steps.number
-            self._note_data_wait()
             self.work.begin_interval()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -476,25 +455,11 @@ class PerplexityTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds dsft's metrics of what was gathered last; `loss` and `train_loss` are per trained token."""
         logs = logs | ({"train_loss": self.train_loss} if "train_loss" in logs else {})
-        if start_time is not None and self.args.include_num_input_tokens_seen != "no":  # here: others follow from it
-            tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
-            logs |= speed_metrics("train", start_time, num_tokens=tokens)
         logs.pop("loss", None)  # the Trainer's
         logs |= self.metrics
         if self.saves.number:
             logs["save_seconds"] = self.saves.seconds
-        super().log(logs)
-
-    def _note_data_wait(self) -> None:
-        """Reports once that a training waits for its data; not by the first line, in which workers start."""
-        share = self.metrics.get("data_wait_share", 0.0)
-        is_long = share > MOST_DATA_WAIT and self.metrics["data_wait_seconds"] > LEAST_DATA_WAIT_SECONDS
-        if is_long and self.state.log_history and not self._has_noted_data_wait:
-            self._has_noted_data_wait = True
-            say(
-                f"note: waiting for data: {share:.0%} of the time; raise dataloader_num_workers, or prepare the data on"
-                " a faster disk (data_cache)"
-            )
+        super().log(logs, start_time)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """The Trainer's, which logs the figures of the full training. Collective."""
@@ -591,7 +556,8 @@ class PerplexityTrainer(Trainer):
         state = self.state
         output_dir = self.args.output_dir
         folder = checkpoint_folder(output_dir, state.global_step)
-        save = self._staged_save = StagedSave(folder, self.saves)
+        save = StagedSave(folder, self.saves)
+        self._staged_save = save
         save_as_the_trainer = super()._save_checkpoint
         best = state.best_model_checkpoint
 
@@ -621,10 +587,10 @@ class PerplexityTrainer(Trainer):
             save.run(write, check, facts=facts, needed_bytes=self._disk.checkpoint_bytes)
             if self.is_world_process_zero():
                 best = state.best_model_checkpoint
-                limit = self.save_total_limit
-                prune(output_dir, limit=limit, best=best, newest=save.folder)
+                prune(output_dir, limit=self.save_total_limit, best=best, newest=save.folder)
             distributed.wait_long("older checkpoints are removed")
-        self._staged_save, self._saved_at = None, time.monotonic()
+        self._staged_save = None
+        self._saved_at = time.monotonic()
 
     def save_final(self) -> Path:
         """Saves the model (LoRA: the adapter) to `final/`. Collective.
@@ -632,7 +598,8 @@ class PerplexityTrainer(Trainer):
         Raises:
             Unsaved: it could not be written.
         """
-        save = self._staged_save = StagedSave(Path(self.args.output_dir) / FINAL, Saves())
+        save = StagedSave(Path(self.args.output_dir) / FINAL, Saves())
+        self._staged_save = save
         with watchdog.phase("saving"):
             save.run(
                 functools.partial(self.save_model, str(save.staged)),
@@ -709,7 +676,8 @@ class PerplexityTrainer(Trainer):
             self.state.best_model_checkpoint = None
             return
         if topology_change(best, self.topology):
-            self._restore(best)
+            engine = self.model_wrapped
+            restore(engine, engine.lr_scheduler or self.lr_scheduler, best)
         else:
             super()._load_best_model()
 

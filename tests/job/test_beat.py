@@ -112,7 +112,7 @@ def test_an_error_of_a_connection_follows_from_another_ranks_failure(error, foll
 
 
 def test_a_cause_is_recorded_in_a_run_that_has_not_ended(tmp_path):
-    cause = Cause(rank=3, host="node-1", text="gave no heartbeat", lines=("a", "b"))
+    cause = Cause(rank=3, host="node-1", text="gave no heartbeat", lines=["a", "b"])
     assert Cause.from_json(cause.to_json()) == cause
     file = tmp_path / "run.json"
     record_failure(file, cause.sentence())

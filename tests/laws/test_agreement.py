@@ -134,7 +134,10 @@ def test_every_difference_is_named_with_its_values_and_ranks():
     assert others == [problems] * 2
     values, c = problems[0], problems[1]
     assert values.startswith("b differs between the ranks: xxx") and len(values) < 400
-    assert c == "c differs between the ranks: not set on node-0, node-2 (2 ranks), 2 on node-1 (rank 1); what helps"
+    assert (
+        c
+        == "c differs between the ranks: not set on node-0 (rank 0) and 1 other rank, 2 on node-1 (rank 1); what helps"
+    )
     assert on_ranks(3, agree, [alike] * 3) == [[]] * 3
 
 

@@ -67,11 +67,11 @@ def test_variables_of_a_launcher_that_are_missing_are_named(monkeypatch, missing
         distributed.start_ranks()
 
 
-def test_a_busy_port_is_named_with_its_owner_and_the_way_out(tmp_path, busy_port):
+def test_a_busy_port_is_named_with_the_way_out(tmp_path, busy_port):
     with started(tmp_path, {"MASTER_PORT": str(busy_port)}) as wait:
         result, _ = wait()
     assert result.returncode == EXIT_USER_ERROR and "Traceback" not in result.stderr, result.stderr
-    assert f"MASTER_PORT={busy_port}: is in use on" in result.stderr and f"process {os.getpid()} (" in result.stderr
+    assert f"MASTER_PORT={busy_port}: is in use on" in result.stderr
 
 
 @pytest.mark.parametrize(

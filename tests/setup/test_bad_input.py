@@ -5,7 +5,6 @@ import shutil
 import subprocess
 
 import pytest
-import torch
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
@@ -34,16 +33,7 @@ def test_a_good_configuration_has_no_problems(problems_of):
     ("changes", "expected"),
     [
         ({"data": "no/such/set", "data_split": "train"}, ["data: no/such/set"]),
-        (
-            {"method": "lora", "lora_target_modules": ["q_proj", "wrong_proj"]},
-            ["'wrong_proj' matches no layer", "down_proj", "q_proj"],
-        ),
         ({"method": "lora", "lora_modules_to_save": ["nothing"]}, ["lora_modules_to_save: 'nothing'"]),
-        (
-            {"resume_from_checkpoint": "/nowhere/checkpoint-2"},
-            ["resume_from_checkpoint=/nowhere/checkpoint-2: has no trainer_state.json"],
-        ),
-        ({"eval_strategy": "epoch"}, ["eval_strategy needs held-out data"]),
         (
             {
                 "load_best_model_at_end": True,
@@ -67,18 +57,6 @@ def test_each_mistake_is_named_once(problems_of, changes, expected):
     problems = problems_of(**changes)
     assert len(problems) == 1, problems
     assert all(part in problems[0] for part in expected), problems[0]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, where fp16 and quantisation work")
-def test_what_needs_a_gpu_says_so(problems_of):
-    assert any("fp16 needs a GPU" in problem for problem in problems_of(fp16=True))
-    assert any("method=qlora needs a GPU" in problem for problem in problems_of(method="qlora"))
-
-
-def test_an_unknown_quantisation_lists_those_that_there_are(problems_of):
-    problems = problems_of(method="qlora", quantization="nf8")
-    assert "quantization=nf8: invalid choice (choose from nf4, int8)" in problems
-    assert not any("quantization=" in problem for problem in problems_of(method="qlora", quantization="int8"))
 
 
 def test_quantisation_names_what_it_cannot_be_combined_with(problems_of, tmp_path):

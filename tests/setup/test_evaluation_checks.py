@@ -3,7 +3,7 @@
 import pytest
 
 from dsft.config.options import EvalConfig
-from dsft.setup.evaluation import candidate_of, in_formats
+from dsft.setup.evaluation import candidate_of
 
 
 @pytest.mark.parametrize(
@@ -20,9 +20,3 @@ def test_a_named_length_must_fit_the_models_positions_and_a_protocols_own_does(t
     candidate = candidate_of(EvalConfig(**options), str(tiny / "model"), problems)
     assert candidate.facts.size.max_positions < 64 * 1024
     assert problems == [] if problem is None else len(problems) == 1 and problems[0].startswith(problem)
-
-
-def test_an_empty_word_is_no_format(tiny):
-    problems: list[str] = []
-    in_formats(candidate_of(EvalConfig(seq_len=32), str(tiny / "model"), problems), [""], problems)
-    assert len(problems) == 1 and problems[0].startswith("quantization=: invalid choice")

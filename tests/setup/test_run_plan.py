@@ -1,4 +1,4 @@
-"""The plan of a run: what a checkpoint keeps, what a machine or the NVMe of a DeepSpeed JSON allows."""
+"""The plan of a run: what a checkpoint can be taken over by, what a machine or the NVMe of a DeepSpeed JSON allows."""
 
 import dataclasses
 import json
@@ -9,19 +9,16 @@ import transformers
 from tiny import GATED
 
 from dsft.checkpoints.manifest import MANIFEST
-from dsft.checkpoints.run_folder import write_run
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
 from dsft.models.measure import measure_model
-from dsft.planner.choose import SEQUENCES_PER_RANK
 from dsft.planner.memory import Job
 from dsft.runtime.hardware import Machine
 from dsft.setup.decide import Choice, TrainingRun, choose_plan, job_of, plan_run, smaller_plan
 from dsft.units import GB
 
 EIGHT_GPUS = Machine(nodes=1, ranks_per_node=8, device_bytes=80 * GB, host_bytes=1000 * GB, has_gpu=True)
-EARLIER = {"zero": "1", "activation_checkpointing": True, "checkpoint_every": 2, "micro_batch": 2, "accumulation": 3}
 
 
 @pytest.fixture(scope="module")
@@ -45,58 +42,10 @@ def chosen(facts, options: TrainConfig, *, job: Job | None = None, machine: Mach
 
 
 def checkpoint_in(folder: Path, *, world_size: int, zero_stage: int) -> str:
-    write_run(str(folder), world_size=world_size, plan=EARLIER, config={"sequence_parallel": 1})
     path = folder / "checkpoint-5"
     path.mkdir()
     (path / MANIFEST).write_text(json.dumps({"world_size": world_size, "zero_stage": zero_stage}))
     return str(path)
-
-
-def test_a_resume_on_as_many_ranks_keeps_the_earlier_plan(facts, tmp_path):
-    options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
-    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
-    choice = chosen(facts, options, checkpoint=checkpoint)
-    assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER
-    assert choice.reason.startswith("zero=1: ")
-    fresh = chosen(facts, options)
-    assert fresh.reason.startswith(f"{fresh.plan.label} is the fastest that fits")
-    assert fresh.plan.micro_batch * fresh.plan.accumulation == SEQUENCES_PER_RANK
-
-
-def test_a_resume_of_a_run_with_a_json_of_its_own_is_asked_for_it(facts, tmp_path):
-    """It was taken for a named configuration, with DeepSpeed's default for a learning rate that it left out."""
-    options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
-    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
-    write_run(str(tmp_path), plan=EARLIER | {"zero": "own.json"})
-    with pytest.raises(UserError, match=f"{checkpoint}: its run had zero=own.json; use it again"):
-        chosen(facts, options, checkpoint=checkpoint)
-
-
-def test_a_resume_keeps_the_plan_of_its_checkpoint_and_not_of_the_run_that_it_replaces(facts, tmp_path):
-    for name in ("resumed", "replaced"):
-        (tmp_path / name).mkdir()
-    checkpoint = checkpoint_in(tmp_path / "resumed", world_size=8, zero_stage=1)
-    write_run(str(tmp_path / "replaced"), world_size=8, plan=EARLIER | {"zero": "2", "micro_batch": 6})
-    for output_dir in ("replaced", "new"):
-        options = TrainConfig(dtype="bfloat16", overwrite=True, training={"output_dir": str(tmp_path / output_dir)})
-        choice = chosen(facts, options, checkpoint=checkpoint)
-        assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}, {"micro_batch": 6, "accumulation": 1}),
-        ({"activation_checkpointing": False}, {"activation_checkpointing": False, "checkpoint_every": 1}),
-        ({"activation_checkpointing_kwargs": {"every_n_layers": 1}}, {"checkpoint_every": 1}),
-    ],
-    ids=str,
-)
-def test_an_option_that_is_given_now_goes_before_the_earlier_plan(facts, tmp_path, given, expected):
-    options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)} | given)
-    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
-    choice = chosen(facts, options, checkpoint=checkpoint)
-    assert {name: getattr(choice.plan, name) for name in EARLIER} == EARLIER | expected
 
 
 def test_a_resume_on_other_ranks_chooses_among_what_can_take_the_checkpoint_over(facts, tmp_path):

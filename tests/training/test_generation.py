@@ -12,7 +12,6 @@ from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.checkpoints.run_folder import samples_in
-from dsft.errors import UserError
 from dsft.training import engine
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "broadcast")
@@ -114,18 +113,3 @@ def test_samples_change_nothing_of_the_training(runs):
         for name in ("texts", "no samples")
     )
     assert with_samples == without and len(without) == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"generate_samples": 2}, "generate_samples: samples are made at evaluations"),
-        ({"generate_samples": -1, "eval_fraction": 0.2}, "generate_samples=-1: must not be negative"),
-        ({"generate_samples": ["the " * 300], "eval_fraction": 0.2}, "generate_samples: prompt 1 has"),
-        ({"generate_samples": ["a", ""], "eval_fraction": 0.2}, "generate_samples: prompt 2 has 0 tokens"),
-    ],
-)
-def test_what_cannot_be_sampled_is_said_before_the_model_loads(options, tmp_path, changes, text):
-    with pytest.raises(UserError) as error:
-        trained(options(tmp_path / "run", **changes))
-    assert any(problem.startswith(text) for problem in error.value.problems), error.value.problems

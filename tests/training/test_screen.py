@@ -1,18 +1,12 @@
 """What a person sees of a training: calm lines without a terminal, one moving line on one."""
 
-import contextlib
 import dataclasses
-import fcntl
 import io
 import json
 import math
-import pty
 import re
-import struct
 import sys
-import termios
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -140,30 +134,3 @@ def test_lines_are_one_for_each_log_and_the_last_one_waits_for_nothing(monkeypat
     lines = progress(io.StringIO(), monkeypatch, capsys).splitlines()
     assert [line.split()[1] for line in lines] == ["1", "2", "3"]
     assert [" left " in line for line in lines] == [True, True, False]
-
-
-def _all_of(terminal: int) -> str:
-    """What is written to a terminal until its other side is closed."""
-    content = b""
-    with open(terminal, "rb", buffering=0) as file, contextlib.suppress(OSError):  # Linux: EIO at the end
-        while part := file.read(4096):
-            content += part
-    return content.decode()
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_on_a_terminal_one_line_moves_below_those_that_stay(monkeypatch, capsys, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with ThreadPoolExecutor() as thread:
-        read = thread.submit(_all_of, ours)
-        with open(theirs, "w") as terminal:
-            lines = progress(terminal, monkeypatch, capsys).splitlines()
-        moved = read.result()
-    assert len(lines) == 3 and all(line.startswith("step ") and len(line) <= columns for line in lines)
-    assert all(("tokens 4,096" in line) == (columns == 120) for line in lines)
-    drawn = [text for text in re.split(r"[\r\n]", moved) if "Training" in text]
-    assert any("3/3" in text for text in drawn)
-    assert {len(text) <= columns for text in drawn} == {True}
-    assert "\n" not in moved.rstrip("\n"), "nothing of it stays"
