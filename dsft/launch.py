@@ -497,7 +497,7 @@ class _Job:
                 self.store.join(LAST_WORDS_SECONDS)
         finally:
             self._kill()
-            if self.nodes and not self.store.has_met and (self.failure or self.interrupted):
+            if self.nodes and (self.interrupted or (self.failure and not self.store.has_met)):
                 self._kill_remote_ranks()
             shows.join(timeout=2)
             for number, handler in handlers.items():
@@ -589,9 +589,11 @@ class _Job:
         process.wait()
 
     def _kill_remote_ranks(self) -> None:
-        """Kill ranks that still wait for the others: they notice no end of ssh, and would wait for start_timeout."""
+        """Kill ranks that notice no end of ssh: those that still wait for the others would wait for start_timeout, and
+        one that is stopped for lost_timeout.
+        """
         pattern = f"dsft.* --config {re.escape(str(self.env_file.with_name(OPTIONS_FILE)))}"
-        _run_on(self.nodes, f"pkill -f -- '{pattern}'")
+        _run_on(self.nodes, f"pkill -KILL -f -- '{pattern}'")
 
 
 def _signal_group(pid: int, number: int) -> None:

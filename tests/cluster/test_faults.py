@@ -204,7 +204,7 @@ def test_a_killed_launch_takes_the_ranks_of_all_hosts_along(hosts, folder):
 
 @pytest.mark.exhaustive
 def test_a_second_ctrl_c_ends_all_hosts(hosts, folder):
-    job = Job(hosts, folder, "interrupted", LAUNCH)
+    job = Job(hosts, folder, "interrupted", LAUNCH, "--lost_timeout", "120")
     hosts[1].kill(job.rank(1), signal.SIGSTOP)  # so that the first one cannot be followed
     job.process.send_signal(signal.SIGINT)
     wait_until(lambda: "a second one ends them at once" in job.screen(), job.screen)
