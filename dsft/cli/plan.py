@@ -21,9 +21,6 @@ from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gp
 from dsft.setup.named_files import NOT_NEEDED, check_named_files
 from dsft.units import GB
 
-ASSUMED_GPUS = "8xA100-80GB"
-"""Of a node of a host file, where this machine has no GPU."""
-
 
 def run(options: PlanOptions, argv: Sequence[str]) -> None:
     """Print what a training with the options of `argv` would decide, or what else `options` ask for. Raises UserError
@@ -61,8 +58,6 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         raise UserError(f"--nodes {options.nodes}: must be at least 1")
     if options.gpus:
         machines = [machine_on_paper(gpus.strip()) for gpus in options.gpus.split(",")]
-    elif hosts and not has_gpu():
-        machines = [machine_on_paper(ASSUMED_GPUS)]
     else:
         require_seen_gpus()
         machines = [this_machine()]

@@ -39,8 +39,9 @@ SHORTEST = 512
 class Alternative:
     """A change with which the training fits."""
 
-    change: dict[str, Any]
-    """Options of `dsft plan` by name."""
+    option: str
+    """Of `dsft plan`."""
+    value: Any
     plan: Plan
 
 
@@ -88,7 +89,7 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
                 "model": dataclasses.asdict(run.job.size),
                 "machine": dataclasses.asdict(machine),
                 "hours": whole and whole[0] / 3600,
-                "would_fit": [way.change for way in ways],
+                "would_fit": [{way.option: way.value} for way in ways],
             }
         )
         return plan.fits
@@ -103,7 +104,7 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
     lines = [f"{job}: {label}", f"{fits} {describe_memory(plan, machine, host=needs_host)}"]
     if plan.fits:
         if plan.has_time_estimate:
-            time = f"{plan.step_seconds:.2g} s per step, {plan.tokens_per_second:,.0f} tokens/s"
+            time = f"{in_time(plan.step_seconds)} per step, {plan.tokens_per_second:,.0f} tokens/s"
             if whole:
                 time = f"{whole[1]}: about {in_time(whole[0])}; {time}"
             if not CARDS[card_of(machine)].utilisation:
@@ -138,8 +139,7 @@ def train_command(training: TrainConfig, words: Sequence[str]) -> str:
 
 
 def describe_way(way: Alternative) -> str:
-    change = " ".join(f"--{name} {value}" for name, value in way.change.items())
-    return f"{change} ({describe_cost(way.plan)})"
+    return f"--{way.option} {way.value} ({describe_cost(way.plan)})"
 
 
 def describe_cost(plan: Plan) -> str:
@@ -188,7 +188,7 @@ def compare_machines(options: PlanOptions, runs: list[TrainingRun]) -> bool:
 def plans_table(plans: Iterable[tuple[str, Plan]]) -> Table:
     """A row for each plan, behind a word of its own."""
     table = Table(box=SIMPLE_HEAD, show_edge=False)
-    for name in ("", "ZeRO", "ckpt", "batch", "peak GiB", "s/step", "tokens/s"):
+    for name in ("", "ZeRO", "ckpt", "batch", "peak GiB", "step", "tokens/s"):
         table.add_column(name, no_wrap=True)
     for word, plan in plans:
         table.add_row(
@@ -197,7 +197,7 @@ def plans_table(plans: Iterable[tuple[str, Plan]]) -> Table:
             plan.checkpointing,
             f"{plan.micro_batch} x {plan.accumulation}",
             f"{plan.device_bytes / GiB:,.1f}" + ("" if plan.fits else " (no)"),
-            f"{plan.step_seconds:,.2g}" if plan.has_time_estimate else "-",
+            in_time(plan.step_seconds) if plan.has_time_estimate else "-",
             f"{plan.tokens_per_second:,.0f}" if plan.has_time_estimate else "-",
         )
     return table
@@ -335,6 +335,6 @@ def _ways(
             except UserError:  # a training would be refused
                 continue
             if plan.fits and plan.tokens_per_second > least_speed:
-                ways.append(Alternative({name: value}, plan))
+                ways.append(Alternative(name, value, plan))
                 break
     return ways

@@ -8,6 +8,7 @@ Shape suffixes: B batch, N heads, T time, D head dim.
 
 import contextlib
 import copy
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -166,11 +167,10 @@ def _first_alike(model: PreTrainedModel, layers: list[nn.Module]) -> list[int]:
     """Return, for each layer, the index of the first one that has, and trains, the same parameters and of which the
     config's lists (layer_types ...) have the same entry.
     """
-    lists = [
-        values
-        for values in vars(model.config.get_text_config()).values()
-        if isinstance(values, list) and len(values) == len(layers) and values != list(range(len(layers)))
-    ]
+    lists = []
+    for values in vars(model.config.get_text_config()).values():
+        if isinstance(values, list) and len(values) == len(layers):
+            lists.append(values)
     firsts: dict[Any, int] = {}
     first_alike = []
     for index, layer in enumerate(layers):
@@ -231,30 +231,27 @@ class _SavedBytes:
 
     def attach(self, model: nn.Module, *, liger: bool) -> None:
         for index, layer in enumerate(self.layers):
-            layer.register_forward_pre_hook(self._entering(index), with_kwargs=True)
+            layer.register_forward_pre_hook(functools.partial(self._entering, index), with_kwargs=True)
             layer.register_forward_hook(self._left)
         for module in model.modules():
             is_gated = all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
             if type(module) is nn.Linear:
                 module.register_forward_pre_hook(self._entering_linear)
-            if isinstance(module, nn.Dropout):  # a GPU keeps a mask of bools, a CPU one of the activations' dtype
-                module.forward = _dropout_of_gpu(module)
+            if isinstance(module, nn.Dropout) and module.p:  # a GPU keeps a mask of bools, a CPU of the tensor's dtype
+                module.forward = functools.partial(_dropout_of_gpu, module.p)
             if liger and type(module).__name__.endswith("RMSNorm"):
                 module.register_forward_pre_hook(self._entering_norm)
                 module.register_forward_hook(self._left_norm)
             if liger and is_gated:  # the activation is computed again
                 module.act_fn.register_forward_hook(lambda function, args, output: self.ignore([output]))
 
-    def _entering(self, index: int):
-        def hook(layer, args, kwargs):
-            self.layer = index
-            if index == 0:
-                # Rotary angles and masks are there once for all layers: little beside what each of them keeps.
-                hidden = args[0] if args else kwargs["hidden_states"]
-                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-                self.ignore([tensor for tensor in tensors if tensor is not hidden])
-
-        return hook
+    def _entering(self, index: int, layer, args, kwargs):
+        self.layer = index
+        if index == 0:
+            # Rotary angles and masks are there once for all layers: little beside what each of them keeps.
+            hidden = args[0] if args else kwargs["hidden_states"]
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self.ignore([tensor for tensor in tensors if tensor is not hidden])
 
     def _left(self, layer, args, output):
         self.outputs[self.layer] = output
@@ -273,10 +270,5 @@ class _SavedBytes:
         self.is_paused = False
 
 
-def _dropout_of_gpu(module: nn.Dropout):
-    def forward(tensor: torch.Tensor) -> torch.Tensor:
-        if not module.p:
-            return tensor
-        return torch.native_dropout(tensor, module.p, module.training)[0]
-
-    return forward
+def _dropout_of_gpu(probability: float, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.native_dropout(tensor, probability, True)[0]

@@ -30,9 +30,9 @@ from dsft.planner.memory import (
     pinned_bytes,
     training_terms,
 )
-from dsft.planner.speed import CARDS, Speeds, card_of, cards_named, parse_interconnect, speeds_of, step_seconds
+from dsft.planner.speed import cards_named, speeds_of, step_seconds
 from dsft.runtime.hardware import Machine
-from dsft.units import Batch, GiB, padded_width
+from dsft.units import Batch, GiB, in_time, padded_width
 
 NAMES = ("0", "1", "2", "3", "3-hpz", "2-offload", "3-offload-optimizer", "3-offload-param", "3-offload")
 """Candidates, simplest first: of two that are equally fast, the first is taken."""
@@ -197,6 +197,8 @@ def describe_memory(needs: Needs, machine: Machine, *, host: bool = True) -> str
 
 def candidate_names(job: Job, machine: Machine) -> list[str]:
     """List the configurations that make sense for this model and machine."""
+    offloaded = {name for name in NAMES if "offload" in name}
+    stage_3 = {name for name in NAMES if name.startswith("3")}
     left_out = set()
     if machine.world_size == 1:
         # Nothing is sharded: 1 is 2 with fewer buffers, but has a second copy of the weights in fp32.
@@ -206,11 +208,11 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     if machine.nodes == 1 or machine.ranks_per_node == 1 or machine.num_ranks:  # uneven nodes share no size
         left_out.add("3-hpz")
     if not machine.has_gpu:  # device and host are the same memory
-        left_out |= {name for name in NAMES if "offload" in name}
+        left_out |= offloaded
     if job.liger and not job.tiled_loss:  # its loss reads the head past ZeRO-3's hooks
-        left_out |= {name for name in NAMES if name.startswith("3")}
+        left_out |= stage_3
     if job.size.quantization:  # neither sharded by ZeRO-3 nor offloaded
-        left_out |= {name for name in NAMES if name not in ("0", "1", "2")}
+        left_out |= stage_3 | offloaded
     return [name for name in NAMES if name not in left_out]
 
 
@@ -270,8 +272,8 @@ def _fit_numbers(name: str, zero: dict[str, Any], job: Job, machine: Machine) ->
         if ranks == 1:
             zero["overlap_comm"] = False  # there is nothing to overlap, and a second bucket is copied to
         elif machine.has_gpu and size.num_trainable >= LEAST_BUCKET * ranks:
-            link, _ = parse_interconnect(machine.interconnect, CARDS[card_of(machine)])
-            if machine.nodes > 1 or link < FAST_LINK_BYTES:
+            link_bytes = speeds_of(machine, dtype=job.dtype).link_bytes
+            if machine.nodes > 1 or link_bytes < FAST_LINK_BYTES:
                 # DeepSpeed's default all-reduces every gradient (stage_1_and_2.py, average_tensor): twice the bytes.
                 zero["use_multi_rank_bucket_allreduce"] = False
     if zero.get("stage") == 3:
@@ -318,7 +320,6 @@ def all_plans(job: Job, machine: Machine, *, zero: str = "auto", zero_file: dict
         zero: "auto" for all candidates, else the one of that name, whatever it adds up gradients in.
         zero_file: the content of the DeepSpeed JSON where `zero` is a path.
     """
-    speeds = speeds_of(machine, dtype=job.dtype)
     if job.checkpointing is None:
         computed_again = (0, job.checkpoint_every) if job.checkpoint_every else (0, *CHECKPOINT_EVERY)
     else:
@@ -329,7 +330,7 @@ def all_plans(job: Job, machine: Machine, *, zero: str = "auto", zero_file: dict
             if zero == "auto" and name in ("0", "1") and wants_fp32_sums(job, batch.accumulation):
                 continue
             for every in computed_again:
-                plans.append(_first_that_fits(name, zero_file, job, machine, speeds, batch, every))
+                plans.append(_first_that_fits(name, zero_file, job, machine, batch, every))
     return plans
 
 
@@ -338,7 +339,6 @@ def _first_that_fits(
     zero_file: dict[str, Any] | None,
     job: Job,
     machine: Machine,
-    speeds: Speeds,
     batch: Batch,
     every: int,
 ) -> Plan:
@@ -361,7 +361,7 @@ def _first_that_fits(
         accumulation=batch.accumulation,
         sequence_parallel=batch.sequence_parallel,
         deepspeed_config=config,
-        step_seconds=step_seconds(layout, speeds, batch, recomputed=1 / every if every else 0.0),
+        step_seconds=step_seconds(layout, batch, recomputed=1 / every if every else 0.0),
         tokens_per_step=job.seq_len * batch.sequences,
         has_time_estimate=machine.has_gpu and bool(not machine.gpu_type or cards_named(machine.gpu_type)),
     )
@@ -410,17 +410,15 @@ def best_of_each(plans: Iterable[Plan], machine: Machine) -> list[Plan]:
 
 def reason(chosen: Plan, machine: Machine, *, zero: str = "auto") -> str:
     """Say in one sentence why this plan."""
+    asked = "" if zero == "auto" else f"zero={zero}: "
     memory = describe_memory(chosen, machine)
     if not chosen.fits:
-        problem = "nothing fits" if zero == "auto" else f"zero={zero} cannot fit"
-        return f"{problem}; the closest is {chosen.label}: {memory}."
-    if zero != "auto":
-        return f"zero={zero}: {chosen.label} fits: {memory}."
+        return f"{asked}nothing fits; the closest is {chosen.label}: {memory}."
     speed = ""
     if chosen.has_time_estimate:
         per_gpu = chosen.tokens_per_second / machine.world_size
-        speed = f", about {chosen.step_seconds:.2g} s per step and {per_gpu:,.0f} tokens/s per GPU"
-    return f"{chosen.label} is the fastest that fits{speed}: {memory}."
+        speed = f", about {in_time(chosen.step_seconds)} per step and {per_gpu:,.0f} tokens/s per GPU"
+    return f"{asked}{chosen.label} is the fastest that fits{speed}: {memory}."
 
 
 def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:

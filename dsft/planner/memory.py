@@ -276,8 +276,7 @@ class ZeroLayout:
     def persistent_params(self) -> int:
         """Parameters that ZeRO-3 keeps gathered: those up to a threshold (`mark_persistent_parameters`)."""
         threshold = self.zero["stage3_param_persistence_threshold"]
-        small = sum(numel * count for numel, count in self.size.numels if numel <= threshold)
-        return min(small, self.zero["stage3_model_persistence_threshold"])
+        return sum(numel * count for numel, count in self.size.numels if numel <= threshold)
 
     @property
     def gathered_params(self) -> int:
@@ -296,8 +295,6 @@ class ZeroLayout:
 
 FRAGMENTATION = 0.03
 """Of what torch allocates, what its allocator holds beyond it where memory is short (with expandable segments)."""
-STAGE_0_REDUCE_ELEMENTS = 500_000_000
-"""Elements that stage 0 all-reduces at once (`elements_per_buffer` in deepspeed/runtime/engine.py)."""
 GPU_PROCESS_BYTES = 3 * GB
 CPU_PROCESS_BYTES = int(0.65 * GB)
 """Host memory of one rank before it holds a model, on a machine on paper."""
@@ -404,10 +401,8 @@ def _stage_0(layout: ZeroLayout) -> list[Term]:
     trained = layout.size.num_trainable
     optimizer = layout.optimizer
     # The engine reduces a flat copy of the gradients; then, in half precision, fp32 gradients are made of them.
-    copied = 0
-    if layout.machine.world_size > 1:
-        copied = min(trained, STAGE_0_REDUCE_ELEMENTS + layout.largest_trained)
-    step = max(layout.sent_bytes * copied, (optimizer.master_bytes + optimizer.step_bytes) * trained)
+    copy = layout.sent_bytes if layout.machine.world_size > 1 else 0
+    step = max(copy, optimizer.master_bytes + optimizer.step_bytes) * trained
     return [
         Term("gradients", layout.weight_bytes * trained, "trained", "gradients"),
         Term("optimizer step", step, "copy to all-reduce, or fp32 gradients and the optimizer's copies", "step"),

@@ -61,11 +61,9 @@ class Card:
 
 _TABLE = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
 CARDS = {name: Card(**values) for name, values in _TABLE.items()}
-"""In the order of cards.toml: of cards with the same name the common one first."""
+"""In the order of cards.toml: of cards with the same name, or as much memory, the common one first."""
 OTHER_CARD = r"\bMIG\b|\bLAPTOP\b|\bMAX-?Q\b|[45]090[ -]D\b|H800.*PCIE"
 """In a name: a part of the card, or another one of that name."""
-TYPICAL = ("A100-80GB", "H200")
-"""Of cards with the same memory the one that is assumed where only the size is given."""
 
 
 def cards_named(text: str) -> list[str]:
@@ -99,8 +97,7 @@ def card_of(machine: Machine) -> str:
     if not enough:
         return max(named or CARDS, key=lambda name: CARDS[name].usable_bytes)
     least = min(CARDS[name].usable_gib for name in enough)
-    alike = [name for name in enough if CARDS[name].usable_gib <= 1.005 * least]
-    return next((name for name in TYPICAL if name in alike), alike[0])
+    return next(name for name in enough if CARDS[name].usable_gib <= 1.005 * least)
 
 
 # ---- speeds of the hardware
@@ -239,7 +236,7 @@ def collective_seconds(num_bytes: float, machine: Machine, speeds: Speeds, *, ra
     return max(inside, across)
 
 
-def step_seconds(layout: "ZeroLayout", speeds: Speeds, batch: Batch, *, recomputed: float) -> float:
+def step_seconds(layout: "ZeroLayout", batch: Batch, *, recomputed: float) -> float:
     """Predict one optimizer step.
 
     Args:
@@ -249,6 +246,7 @@ def step_seconds(layout: "ZeroLayout", speeds: Speeds, batch: Batch, *, recomput
     size = layout.size
     zero = layout.zero
     machine = layout.machine
+    speeds = speeds_of(machine, dtype=job.dtype)
     accumulation = batch.accumulation
     world = machine.world_size
     tokens = batch.micro * job.seq_len // batch.sequence_parallel

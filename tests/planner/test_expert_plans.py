@@ -16,7 +16,6 @@ from dsft.planner.choose import FULL, FULL_COSTS, Plan, all_plans, choose
 from dsft.planner.memory import Job
 
 PAGE = Path(__file__).parents[2] / "benchmarks" / "expert_plans.md"
-LEAST_AGREEING = 37
 OTHER_MODELS = {
     "openai/gpt-oss-20b": {
         "model_type": "gpt_oss",
@@ -82,12 +81,13 @@ def is_needlessly_full(plan: Plan, plans: list[Plan], device_bytes: int) -> bool
     return plan.device_bytes > FULL * device_bytes and bool(others)
 
 
-@pytest.mark.exhaustive
-def test_most_of_forty_plans_are_those_of_an_expert():
+@pytest.mark.parametrize(("every", "others"), [(8, 1), pytest.param(1, 3, marks=pytest.mark.exhaustive)])
+def test_most_plans_are_those_of_an_expert(every, others):
+    """At most so many of the forty, or of each eighth, are others."""
     rows = read_rows()
     assert len(rows) == 40
-    others = []
-    for model, method, gpus, tokens, other, stages, checkpointing, _ in rows:
+    differing = []
+    for model, method, gpus, tokens, other, stages, checkpointing, _ in rows[::every]:
         plan, plans, device_bytes = plan_of(model, method, gpus, tokens, other)
         # Over one GPU nothing is sharded: a stage says no more than that the states are on it.
         zero = "2" if gpus.startswith("1x") and plan.zero == "3" else plan.zero
@@ -96,7 +96,6 @@ def test_most_of_forty_plans_are_those_of_an_expert():
             agrees = agrees and checkpointing in ("any", "on" if plan.activation_checkpointing else "off")
             agrees = agrees and not is_needlessly_full(plan, plans, device_bytes)
         if not agrees:
-            share = plan.device_bytes / device_bytes
-            others.append(f"{model} {method} {gpus} {tokens} {other}: {plan.label}, {share:.0%}, fits: {plan.fits}")
-    print(f"{len(rows) - len(others)} of {len(rows)} plans are an expert's")
-    assert len(rows) - len(others) >= LEAST_AGREEING, "\n".join(others)
+            differing.append(f"{model} {method} {gpus} {tokens} {other}: {plan.label}, fits: {plan.fits}")
+    print(f"{len(rows[::every]) - len(differing)} of {len(rows[::every])} plans are an expert's")
+    assert len(differing) <= others, "\n".join(differing)

@@ -20,30 +20,24 @@ from dsft.planner.memory import FRAGMENTATION, Job, Term, ZeroLayout, activation
 from dsft.runtime.hardware import CONTEXT_BYTES, Machine
 from dsft.units import GB, Batch, GiB
 
-LLAMA2_7B = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 32000,
-}
-LLAMA_33B = {
-    "hidden_size": 6656,
-    "intermediate_size": 17920,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 52,
-    "num_key_value_heads": 52,
-    "vocab_size": 32000,
-}
-QWEN_7B = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-}
+
+def llama(hidden: int, ffn: int, layers: int, heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads, vocab_size=32000
+    )
+
+
+LLAMA2_7B = llama(4096, 11008, 32, 32)
+QWEN_7B = Qwen2Config(
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    vocab_size=152064,
+)
+LLAMA_8B = usual_config("meta-llama/Llama-3.1-8B")
+PAGEABLE = {"device": "cpu", "pin_memory": False}
 AUTO = {
     "stage": 3,
     "overlap_comm": False,
@@ -86,8 +80,40 @@ class Published:
     """What was read: torch's allocated or reserved bytes, or all the GPU's (nvml)."""
 
 
-# Memory of ms-swift's rows is torch's reserved memory in GiB (its log); it and Arctic ran transformers 4, whose loss
-# keeps the bf16 logits.
+def swift(model: PreTrainedConfig, gpus: int, gib: float, *, liger: bool, logits_kept: int = 0) -> Published:
+    """A run of ms-swift's examples of sequence packing. Its log has torch's reserved memory in GiB."""
+    return Published(
+        source="modelscope/ms-swift, examples of sequence packing",
+        model=model,
+        zero=AUTO,
+        gpus=gpus,
+        seq_len=8192,
+        accumulation=2,
+        liger=liger,
+        optimizer="adamw_torch",
+        logits_kept=logits_kept,
+        measured=gib * GiB,
+        counts="reserved",
+    )
+
+
+def own(name: str, micro_batch: int, seq_len: int, gib: float, *, method: str = "full", **zero: Any) -> Published:
+    """A run of dsft on one H200."""
+    return Published(
+        source="benchmarks/gpus.md",
+        model=usual_config(name),
+        zero={"stage": 1, "overlap_comm": False, "reduce_bucket_size": 200_000_000} | zero,
+        lora={} if method == "full" else {"lora_r": 16},
+        method=method,
+        micro_batch=micro_batch,
+        seq_len=seq_len,
+        checkpointing=False,
+        loss="tiled",
+        measured=gib * GiB,
+    )
+
+
+# ms-swift and Arctic ran transformers 4, whose loss keeps the bf16 logits.
 # Under accelerate's autocast, without DeepSpeed, outputs become fp32 once more (accelerate/utils/operations.py,
 # convert_outputs_to_fp32).
 RUNS = {
@@ -119,7 +145,7 @@ RUNS = {
     ),
     "litgpt-7b-lora": Published(
         source="Lightning-AI/litgpt 8641822, tutorials/resource-tables.md",
-        model=LlamaConfig(**LLAMA2_7B),
+        model=LLAMA2_7B,
         lora={"lora_r": 8} | QUERY_AND_VALUE,
         seq_len=1304,
         checkpointing=False,
@@ -134,107 +160,41 @@ RUNS = {
         checkpointing=False,
         measured=60.0 * GiB,
     ),
-    "arctic-8b-offload-65k": Published(
-        source="snowflakedb/ArcticTraining, long sequences on one H200",
-        model=usual_config("meta-llama/Llama-3.1-8B"),
-        seq_len=65000,
-        logits_kept=2,
-        measured=137.36 * GiB,
-        counts="nvml",
-        zero={
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": False},
-            "offload_param": {"device": "cpu", "pin_memory": False},
-        },
-    ),
     "arctic-8b-offload-liger-300k": Published(
         source="snowflakedb/ArcticTraining, projects/sequence-parallelism/run-h200-sp1-llama-8b-liger.yml",
-        model=usual_config("meta-llama/Llama-3.1-8B"),
+        model=LLAMA_8B,
         seq_len=300_000,
         liger=True,
         measured=134.96 * GiB,
         counts="nvml",
-        zero={
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": False},
-            "offload_param": {"device": "cpu", "pin_memory": False},
-        },
+        zero={"stage": 3, "offload_optimizer": PAGEABLE, "offload_param": PAGEABLE},
     ),
-    "swift-14b-zero3": Published(
-        source="modelscope/ms-swift, examples of sequence packing on 8 A800",
-        model=usual_config("Qwen/Qwen2.5-14B"),
+    "swift-14b-zero3": swift(usual_config("Qwen/Qwen2.5-14B"), 8, 58, liger=False, logits_kept=2),
+    "swift-7b-zero3-liger": swift(QWEN_7B, 4, 42, liger=True),
+    "own-8b-lora": own("meta-llama/Llama-3.1-8B", 2, 4096, 61.6, method="lora"),
+    "own-8b-qlora": own("meta-llama/Llama-3.1-8B", 4, 2048, 52.0, method="qlora"),
+    "own-3b-full": own("meta-llama/Llama-3.2-3B", 2, 4096, 71.8),
+    "own-1b-full": own("meta-llama/Llama-3.2-1B", 4, 4096, 45.2),
+    "own-1b-offload": own("meta-llama/Llama-3.2-1B", 4, 4096, 31.9, stage=2, offload_optimizer={"device": "cpu"}),
+    "gist-7b-zero3": Published(
+        source="gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a, 8 A800 (its buckets are not known)",
+        model=LLAMA2_7B,
         zero=AUTO,
         gpus=8,
-        seq_len=8192,
-        accumulation=2,
-        optimizer="adamw_torch",
-        logits_kept=2,
-        measured=58 * GiB,
-        counts="reserved",
-    ),
-    "swift-7b-zero3-liger": Published(
-        source="modelscope/ms-swift, examples of sequence packing on 4 A100",
-        model=Qwen2Config(**QWEN_7B),
-        zero=AUTO,
-        gpus=4,
-        seq_len=8192,
-        accumulation=2,
-        liger=True,
-        optimizer="adamw_torch",
-        measured=42 * GiB,
-        counts="reserved",
-    ),
-    "own-8b-lora-h200": Published(
-        source="benchmarks/gpus.md, one H200",
-        model=usual_config("meta-llama/Llama-3.1-8B"),
-        zero={"stage": 1},
-        lora={"lora_r": 16},
         micro_batch=2,
         seq_len=4096,
-        checkpointing=False,
-        loss="tiled",
-        measured=61.6 * GiB,
+        accumulation=4,
+        measured=20.4 * GiB,
     ),
-    "own-8b-qlora-h200": Published(
-        source="benchmarks/gpus.md, one H200",
-        model=usual_config("meta-llama/Llama-3.1-8B"),
-        zero={"stage": 1},
-        method="qlora",
-        lora={"lora_r": 16},
-        micro_batch=4,
-        seq_len=2048,
-        checkpointing=False,
-        loss="tiled",
-        measured=52.0 * GiB,
-    ),
-    "own-3b-full-h200": Published(
-        source="benchmarks/gpus.md, one H200",
-        model=usual_config("meta-llama/Llama-3.2-3B"),
-        zero={"stage": 1, "overlap_comm": False, "reduce_bucket_size": 200_000_000},
+    "gist-7b-zero3-offload-optimizer": Published(
+        source="the same",
+        model=LLAMA2_7B,
+        zero=AUTO | {"offload_optimizer": PAGEABLE},
+        gpus=8,
         micro_batch=2,
         seq_len=4096,
-        checkpointing=False,
-        loss="tiled",
-        measured=71.8 * GiB,
-    ),
-    "own-1b-offload-h200": Published(
-        source="benchmarks/gpus.md, one H200",
-        model=usual_config("meta-llama/Llama-3.2-1B"),
-        zero={"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 200_000_000},
-        micro_batch=4,
-        seq_len=4096,
-        checkpointing=False,
-        loss="tiled",
-        measured=31.9 * GiB,
-    ),
-    "swift-7b-lora": Published(
-        source="modelscope/ms-swift, LoRA on one GPU",
-        model=Qwen2Config(**QWEN_7B),
-        lora={"lora_r": 8, "lora_dropout": 0.05},
-        seq_len=2048,
-        logits_kept=6,
-        measured=22 * GiB,
-        counts="reserved",
+        accumulation=4,
+        measured=9.4 * GiB,
     ),
 }
 
@@ -286,21 +246,7 @@ def test_published_peaks_are_met_within_10_percent(name):
     ("run", "gpu_bytes", "fits"),
     [
         # "8 * 80GiB" in its example: it ran, at the limit (an 80 GB GPU has 79.2 to 79.6 GiB)
-        (
-            Published(
-                source="modelscope/ms-swift, Qwen2.5 32B",
-                model=usual_config("Qwen/Qwen2.5-32B"),
-                zero=AUTO,
-                gpus=8,
-                seq_len=8192,
-                accumulation=2,
-                liger=True,
-                optimizer="adamw_torch",
-                measured=0,
-            ),
-            79.6 * GiB,
-            True,
-        ),
+        (swift(usual_config("Qwen/Qwen2.5-32B"), 8, 0, liger=True), 79.6 * GiB, True),
         (
             Published(
                 source="hiyouga/LlamaFactory issue 7282: out of memory on 8 H200",
@@ -317,7 +263,7 @@ def test_published_peaks_are_met_within_10_percent(name):
         (
             Published(
                 source="Lightning-AI/litgpt 8641822, tutorials/resource-tables.md: out of memory on an A100 of 40 GB",
-                model=LlamaConfig(**LLAMA2_7B),
+                model=LLAMA2_7B,
                 zero={"stage": 1},
                 lora={"lora_r": 8} | QUERY_AND_VALUE,
                 micro_batch=4,
@@ -342,7 +288,7 @@ def test_a_host_that_was_killed_is_refused():
     offload = {"device": "cpu", "pin_memory": True}
     run = Published(
         source="deepspeedai/DeepSpeed issue 3448",
-        model=LlamaConfig(**LLAMA_33B),
+        model=llama(6656, 17920, 60, 52),
         zero=AUTO | {"offload_optimizer": offload, "offload_param": offload},
         gpus=8,
         seq_len=512,

@@ -70,7 +70,9 @@ def test_what_was_not_sharded_stays_so_on_other_ranks(facts, tmp_path):
 def test_what_cannot_fit_is_refused_with_what_would_unless_memory_is_not_to_be_checked(facts, tmp_path):
     options = TrainConfig(dtype="bfloat16", zero="0", training={"output_dir": str(tmp_path)})
     job, machine = plain_job(facts, options), dataclasses.replace(EIGHT_GPUS, device_bytes=GB // 100)
-    with pytest.raises(UserError, match="zero=0 cannot fit; .* use more GPUs or nodes.*memory_check=false starts it"):
+    with pytest.raises(
+        UserError, match="zero=0: nothing fits; .* use more GPUs or nodes.*memory_check=false starts it"
+    ):
         chosen(facts, options, job=job, machine=machine)
     choice = chosen(facts, dataclasses.replace(options, memory_check=False), job=job, machine=machine)
     assert not choice.plan.fits and choice.plan.zero == "0"
