@@ -44,17 +44,17 @@ FOOT = """
 - 8 GPUs shard everything (ZeRO 3). [Offload](planner.md#how-zero-is-chosen) goes further, slowly.
 
 ```bash
-dsft plan --model Qwen/Qwen2.5-0.5B --method lora --seq_len 4096 --gpus 1x4090  # your model and card
-dsft plan --config run.yaml --gpus 8xH100 --explain                             # your run, each term
+dsft plan --model Qwen/Qwen2.5-0.5B --method lora --seq_len 4096 --gpus 1x4090
+dsft plan --config run.yaml --gpus 8xH100 --explain   # your run, each term
 ```
 
 | bytes per parameter, before ZeRO shards them | full | LoRA | QLoRA |
 |---|---|---|---|
 | weights of the model | 2 (bf16) + 4 (fp32 copy) | 2 | 0.5; embeddings, head and experts in one parameter 2 |
-| gradients | 2, or 4 where sums are in fp32 | of the adapters | of the adapters |
+| gradients | 2, or 4 if sums are in fp32 | of the adapters | of the adapters |
 | AdamW's two moments | 8 | of the adapters | of the adapters |
 
-To these come activations, which grow with tokens and layers, and what a GPU holds
+To these come activations, which grow with tokens and layers, and what a GPU keeps
 [outside of torch](planner.md#memory-outside-of-torch). `python scripts/gpu_memory.py` makes this page. dsft itself has
 run on one GPU at a time: [how far to trust the plan](planner.md#how-far-to-trust-it)."""
 

@@ -179,6 +179,7 @@ OWN_OR_PUBLIC = {
     ("models/chunked_head.py", "head.forward"),
     ("models/chunked_head.py", "module.forward"),
     ("planner/activations.py", "layer.forward"),  # of a model that only exists to be measured
+    ("planner/activations.py", "module.forward"),
     ("job/beat.py", "sys.excepthook"),  # Python's own
     ("runtime/distributed.py", "sys.exit"),
     ("training/callbacks.py", "config.suppress_errors"),  # a setting of Dynamo's

@@ -97,7 +97,7 @@ def swift(model: PreTrainedConfig, gpus: int, gib: float, *, liger: bool, logits
     )
 
 
-def own(name: str, micro_batch: int, seq_len: int, gib: float, *, method: str = "full", **zero: Any) -> Published:
+def dsft_run(name: str, micro_batch: int, seq_len: int, gib: float, *, method: str = "full", **zero: Any) -> Published:
     """A run of dsft on one H200."""
     return Published(
         source="benchmarks/gpus.md",
@@ -171,11 +171,11 @@ RUNS = {
     ),
     "swift-14b-zero3": swift(usual_config("Qwen/Qwen2.5-14B"), 8, 58, liger=False, logits_kept=2),
     "swift-7b-zero3-liger": swift(QWEN_7B, 4, 42, liger=True),
-    "own-8b-lora": own("meta-llama/Llama-3.1-8B", 2, 4096, 61.6, method="lora"),
-    "own-8b-qlora": own("meta-llama/Llama-3.1-8B", 4, 2048, 52.0, method="qlora"),
-    "own-3b-full": own("meta-llama/Llama-3.2-3B", 2, 4096, 71.8),
-    "own-1b-full": own("meta-llama/Llama-3.2-1B", 4, 4096, 45.2),
-    "own-1b-offload": own("meta-llama/Llama-3.2-1B", 4, 4096, 31.9, stage=2, offload_optimizer={"device": "cpu"}),
+    "own-8b-lora": dsft_run("meta-llama/Llama-3.1-8B", 2, 4096, 61.6, method="lora"),
+    "own-8b-qlora": dsft_run("meta-llama/Llama-3.1-8B", 4, 2048, 52.0, method="qlora"),
+    "own-3b-full": dsft_run("meta-llama/Llama-3.2-3B", 2, 4096, 71.8),
+    "own-1b-full": dsft_run("meta-llama/Llama-3.2-1B", 4, 4096, 45.2),
+    "own-1b-offload": dsft_run("meta-llama/Llama-3.2-1B", 4, 4096, 31.9, stage=2, offload_optimizer={"device": "cpu"}),
     "gist-7b-zero3": Published(
         source="gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a, 8 A800 (its buckets are not known)",
         model=LLAMA2_7B,
