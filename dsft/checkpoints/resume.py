@@ -63,29 +63,25 @@ def optimizer_kind(name: str) -> str:
     return {"adam": "adamw"}.get(kind, kind.replace("_bnb", ""))
 
 
-def changed_options(checkpoint: str, now: dict[str, Any]) -> list[str]:
-    """List which of the options TAKEN differ from those that saved `checkpoint`."""
-    then = read_manifest(checkpoint).get("options", {})
-    changed = []
-    for name, value in now.items():
-        if then.get(name, value) != value:
-            changed.append(f"{name} {value} ({then[name]} before)")
-    return changed
+def earlier_values(checkpoint: str, section: str, now: dict[str, Any]) -> dict[str, Any]:
+    """Return what of `now` was different when `checkpoint` was saved, as it was then. One without a manifest is another
+    tool's, and not compared.
+
+    Args:
+        section: of the manifest: "run_identity", or "options" for those of TAKEN.
+    """
+    then = read_manifest(checkpoint).get(section, {})
+    return {name: then[name] for name, value in now.items() if then.get(name, value) != value}
 
 
 def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
-    """Compare a run with the one that saved `checkpoint`. One without a manifest is another tool's, and not compared.
-    Raises UserError with each difference.
-    """
-    then = read_manifest(checkpoint).get("run_identity", {})
-    changed = []
-    for name, value in now.items():
-        if then.get(name, value) != value:
-            changed.append(f"{name}: {then[name]} then, {value} now")
-    if changed:
+    """Compare a run with the one that saved `checkpoint`. Raises UserError with each difference."""
+    earlier = earlier_values(checkpoint, "run_identity", now)
+    if earlier:
+        changed = "; ".join(f"{name}: {value} then, {now[name]} now" for name, value in earlier.items())
         raise UserError(
-            f"resume_from_checkpoint: {checkpoint} belongs to another run ({'; '.join(changed)}); use the options of"
-            f" that run, or {FROM_WEIGHTS}"
+            f"resume_from_checkpoint: {checkpoint} belongs to another run ({changed}); use the options of that run, or"
+            f" {FROM_WEIGHTS}"
         )
 
 

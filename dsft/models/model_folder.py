@@ -67,7 +67,7 @@ def step_folder(checkpoint: str | Path) -> Path | None:
     named = Path(text.strip()).name
     if named and named != ".." and (folder / named).is_dir():
         return folder / named
-    return max((path for path in folder.glob("global_step*") if path.is_dir()), key=number_in, default=None)
+    return max(folder.glob("global_step*/"), key=number_in, default=None)
 
 
 def number_in(path: Path) -> list[int]:

@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dsft.checkpoints.manifest import MANIFEST, checkpoints
-from dsft.checkpoints.resume import changed_options, check_identity, topology_change
+from dsft.checkpoints.resume import check_identity, earlier_values, topology_change
 from dsft.checkpoints.run_folder import (
     CARD,
     FINAL,
@@ -315,7 +315,9 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
         change = topology_change(run.checkpoint, trainer.topology)
         resharded = f"; resharded ({change}): dropout draws other numbers than it would have"
         say(f"resuming from {run.checkpoint}{resharded if change else ''}")
-        if changed := changed_options(run.checkpoint, trainer.taken_options):
+        earlier = earlier_values(run.checkpoint, "options", trainer.taken_options)
+        if earlier:
+            changed = [f"{name} {trainer.taken_options[name]} ({value} before)" for name, value in earlier.items()]
             say(f"note: the resume takes {', '.join(changed)}; weights, moments, step and place in the data are kept")
     elif run.options.training.get("resume_from_checkpoint"):
         say(f"no complete checkpoint in {run.output_dir}; starting from scratch")

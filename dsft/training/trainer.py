@@ -27,7 +27,7 @@ from dsft.checkpoints.export import add_keys_of_transformers_4, copy_processor
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
 from dsft.checkpoints.resume import (
     TAKEN,
-    changed_options,
+    earlier_values,
     optimizer_kind,
     restore,
     run_identity,
@@ -311,7 +311,7 @@ class PerplexityTrainer(Trainer):
         engine = self.model_wrapped
         groups = engine.optimizer.param_groups
         scheduler = engine.lr_scheduler or self.lr_scheduler
-        changed = changed_options(checkpoint, self.taken_options)
+        changed = earlier_values(checkpoint, "options", self.taken_options)
         is_of_deepspeed = hasattr(scheduler, "last_batch_iteration")
         if not changed and not is_of_deepspeed:
             return
@@ -322,7 +322,7 @@ class PerplexityTrainer(Trainer):
         if is_of_deepspeed:
             rates = scheduler.get_lr()
         elif isinstance(scheduler, LambdaLR):  # the rates that follow at this step
-            if any(text.startswith("learning_rate ") for text in changed):
+            if "learning_rate" in changed:
                 scheduler.base_lrs = [values["initial_lr"] for values in options_now]
             rates = []
             for rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
