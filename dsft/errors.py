@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from dsft.units import printable
+
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
 EXIT_UNSAVED = 4
@@ -140,6 +142,7 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
         except (UserError, NotStarted, TrainingStopped, KeyboardInterrupt) as error:
             code = getattr(error, "exit_code", EXIT_INTERRUPTED)
             lines = error.problems if isinstance(error, UserError) else [str(error) or "interrupted (Ctrl-C)"]
+            lines = [*map(printable, lines)]
             is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
             passed_on = [f"error: {line}" if is_error else line for line in lines]
             from dsft.job import beat

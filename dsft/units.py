@@ -5,6 +5,7 @@ ignored tokens.
 import contextlib
 import json
 import os
+import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +25,13 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """torch's name of a dtype -> bytes of one number."""
 IGNORED = -100  # the label of a token that is not trained or scored, as transformers has it
 PADDED_MULTIPLE = 8  # rows are padded to a multiple of this: what matrix units like
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Replace control characters: texts of other people may contain escape sequences of a terminal."""
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import io
 import pytest
 
 from dsft.errors import UserError, ends_with_clear_errors, one_line, shown_command
+from dsft.runtime.console import show_text
 
 
 class Terminal(io.StringIO):
@@ -33,6 +34,21 @@ def test_errors_are_red_on_a_terminal_alone(monkeypatch, stream, no_color, expec
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2 and screen.getvalue() == expected
+
+
+def test_escape_sequences_of_other_people_s_texts_do_not_reach_the_terminal(capsys, monkeypatch):
+    @ends_with_clear_errors
+    def main():
+        show_text("a \x1b]0;title\x07\nb")
+        raise UserError(["column \x9b31mred\x1b[2J: missing"])
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    assert printed.out == "a \ufffd]0;title\ufffd\nb\n"
+    assert printed.err == "dsft: error: column \ufffd31mred\ufffd[2J: missing\n"
 
 
 def test_a_printed_command_line_holds_no_token():

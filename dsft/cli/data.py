@@ -97,7 +97,7 @@ def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samp
                 if weight not in (0, 1):
                     piece += f"×{weight:g}"
                 text += piece
-            print(f"{text}\n")  # as it is, also in a narrow terminal
+            show_text(f"{text}\n")
     show_text("trained tokens are between ⟦ and ⟧")
     for store in items.stores:
         for name, why in store.facts["first"].items():

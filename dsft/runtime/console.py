@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from dsft.job import beat as watchdog
 from dsft.runtime.launcher_env import rank, world_size
+from dsft.units import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,7 +106,7 @@ def show_text(text: str, *, file: TextIO | None = None) -> None:
     """Print a text to the screen and the rank's log file. What cannot be printed is dropped."""
     screen = file or sys.stdout
     try:
-        print(text, file=screen, flush=True)
+        print(printable(text), file=screen, flush=True)
     except OSError:
         _drop(screen)
 

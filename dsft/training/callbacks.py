@@ -41,7 +41,7 @@ from dsft.runtime.hardware import (
     reset_peaks,
 )
 from dsft.setup.decide import TrainingRun
-from dsft.units import GiB, in_digits, plural
+from dsft.units import GiB, in_digits, plural, printable
 
 ROUNDING = 1e-5
 """Of sums of the loss in fp32: what models add to theirs is more."""
@@ -439,7 +439,7 @@ class ProgressLog(TrainerCallback):
         samples = []
         for prompt, answer in samples_in(logs):
             prompt = " ".join(prompt.split())
-            samples.append(f"  {prompt[-60:]} => {' '.join(answer.split())}")
+            samples.append(printable(f"  {prompt[-60:]} => {' '.join(answer.split())}"))
         if self.bar is not None:
             columns = shutil.get_terminal_size().columns
             self.bar.write("\n".join([_fitting(parts, columns), *samples]))
