@@ -1,6 +1,7 @@
 """Looks after a run's folder: `run.json` (options, plan, versions, results) beside the checkpoints and `final/`."""
 
 import contextlib
+import html
 import json
 import os
 from datetime import UTC, datetime
@@ -320,10 +321,7 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
         pipeline_tag="text-generation",
         tags=["dsft", "deepspeed"],
     )
-    return f"""---
-{metadata.to_yaml()}
----
-
+    text = f"""
 # {Path(config["model"]).name}, finetuned ({config["method"]})
 
 Trained from `{config["model"]}` with dsft on {run["machine"]}, {plural(run["world_size"], "rank")}.
@@ -345,3 +343,5 @@ Trained from `{config["model"]}` with dsft on {run["machine"]}, {plural(run["wor
 
 {", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)}
 """
+    # Names of folders and columns are other people's, and Markdown takes HTML.
+    return f"---\n{metadata.to_yaml()}\n---\n{html.escape(text, quote=False)}"

@@ -176,6 +176,7 @@ def test_the_card_names_base_data_options_and_measurements():
         "config": {
             **{"model": "org/base", "method": "lora", "data": ["a.jsonl", "b.jsonl"], "learning_rate": 1e-4},
             **{"max_steps": -1, "global_batch_size": None, "seq_len": 64, "hub_token": "secret"},
+            "adapter": "<img src=x>",
         },
         "machine": "2 x H100",
         "world_size": 2,
@@ -190,8 +191,9 @@ def test_the_card_names_base_data_options_and_measurements():
         "pipeline_tag": "text-generation",
         "tags": ["dsft", "deepspeed"],
     }
+    assert "- adapter: &lt;img src=x&gt;\n" in text and "<img" not in text
     assert "`a.jsonl`, `b.jsonl`: 40 rows\n\nHeld out: 10 rows" in text
-    assert "- learning_rate: 0.0001\n- seq_len: 64\n- plan: ZeRO-2 is the fastest that fits\n" in text
+    assert "- learning_rate: 0.0001\n- seq_len: 64\n" in text and "- plan: ZeRO-2 is the fastest that fits\n" in text
     assert "\n\n- eval_perplexity: 12.3457\n- steps: 8\n\n" in text and "secret" not in text
 
 
