@@ -112,7 +112,8 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
             lines.append(time)
         lines.append(train_command(training, words))
         lines += [f"faster: {describe_way(way)}" for way in faster_ways(training, plan, machine)]
-        if smaller := smaller_plan(run):
+        smaller = smaller_plan(run)
+        if smaller:
             lines.append(f"smaller: {plan_flags(smaller, run.job)} ({describe_cost(smaller)})")
     lines += [f"would fit: {describe_way(way)}" for way in ways]
     show_text("\n".join(lines))
@@ -244,15 +245,14 @@ def answer_longest(options: PlanOptions, run: TrainingRun) -> bool:
         return plan_run(dataclasses.replace(run, job=changed), must_fit=False).plan
 
     length = longest_length(lambda length: plan_of(length).fits, job.size)
-    if not length:
-        print_json({"seq_len": None}) if options.json else show_text("no sequence fits, however short")
-        return False
-    plan = plan_of(length)
+    plan = plan_of(length) if length else None
     if options.json:
-        print_json({"seq_len": length, "plan": as_dict(plan)})
-    else:
+        print_json({"seq_len": length or None, "plan": plan and as_dict(plan)})
+    elif plan:
         show_text(f"{length:,} tokens per sequence fit: {plan.label}, {describe_memory(plan, run.machine, host=False)}")
-    return True
+    else:
+        show_text("no sequence fits, however short")
+    return plan is not None
 
 
 def answer_perplexity(options: PlanOptions, run: TrainingRun) -> bool:

@@ -218,7 +218,9 @@ def product_seconds(size: "ModelSize", speeds: Speeds) -> float:
 def launch_seconds(layout: "ZeroLayout") -> float:
     """Seconds that Python takes for one pass over the model on a GPU."""
     size = layout.size
-    method = "qlora" if layout.packed else "lora" if size.lora_r else "full"
+    method = "lora" if size.lora_r else "full"
+    if layout.packed:
+        method = "qlora"
     hooks = size.num_modules * HOOK_SECONDS if layout.stage == 3 else 0.0
     return size.num_layers * LAUNCH_SECONDS[method] + size.looped_experts * 2e-4 + hooks
 
