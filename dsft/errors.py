@@ -6,6 +6,7 @@ exit code 2. It does not catch our own bugs: those keep their traceback and Pyth
 
 import contextlib
 import difflib
+import errno
 import functools
 import io
 import os
@@ -138,7 +139,12 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             if sys.platform != "linux":  # /proc, fork, NCCL
                 text = f"dsft runs on Linux only, and this is {sys.platform}: use WSL, a container or a host"
                 raise UserError(text)
-            return main(*args, **kwargs)
+            try:
+                return main(*args, **kwargs)
+            except OSError as error:
+                if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):  # a path that no file can have
+                    raise
+                raise UserError([f"{error.filename}: {error.strerror}; choose another path"]) from error
         except (UserError, NotStarted, TrainingStopped, KeyboardInterrupt) as error:
             code = getattr(error, "exit_code", EXIT_INTERRUPTED)
             lines = error.problems if isinstance(error, UserError) else [str(error) or "interrupted (Ctrl-C)"]
