@@ -72,6 +72,7 @@ from dsft.models.package import (
 from dsft.models.weight_files import (
     ADAPTER_FILES,
     WEIGHT_FILES,
+    ZeroShards,
     empty_tensors,
     find_files,
     load_pickle,
@@ -270,6 +271,7 @@ def _zero_state(checkpoint: Path, saved: Path) -> dict[str, torch.Tensor]:
         return load_pickle(next(saved.glob(MODEL_FILES)))["module"]
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+    ZeroShards(saved)  # names the file that cannot be read, or that a rank is missing
     with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines
         return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
 
