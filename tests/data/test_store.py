@@ -5,6 +5,7 @@ and what is read from them.
 import copy
 import dataclasses
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -433,3 +434,17 @@ def test_weights_are_read_where_any_is_other_than_0_and_1(tmp_path):
             writer.append(tokens_of([3, 8]))
             store = writer.finish(source="here", is_text=False)
         assert (None if store.weights is None else store.weights.tolist()) == expected
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tokenizer, tmp_path, config):
+    """Files of more than 64 KiB cannot be written: a real error of the system, in the middle of writing."""
+    path = write_texts(tmp_path / "a.jsonl", 5000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(UserError, match="data_cache: .*; free some space or name another folder"):
+            loaded(config(data=[str(path)]), tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]
+    assert loaded(config(data=[str(path)]), tokenizer).counts["rows"] == 5000

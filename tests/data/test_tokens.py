@@ -416,3 +416,11 @@ def test_a_text_rendered_before_gets_no_second_bos_and_end_token(tokenizer):
     assert begins.decode(made([{"text": "big<|end|>\n"}], begins).ids) == "<|user|>big<|end|>\n"
     pair = {"prompt": "<|user|>big ", "completion": "small<|end|>"}
     assert begins.decode(made([pair], begins).ids) == "<|user|>big small<|end|>"
+
+
+def test_a_history_that_is_not_named_is_not_in_the_prompt(tokenizer):
+    row = {"q": "big", "a": "small", "history": [["red", "blue"]]}
+    columns = {"user": "q", "assistant": "a"}
+    dropped = made([row], tokenizer, columns=columns, drop_keys=["history"])
+    assert dropped.ids.tolist() == made([{"q": "big", "a": "small"}], tokenizer, columns=columns).ids.tolist()
+    assert len(made([row], tokenizer, columns=columns | {"history": "history"}).ids) > len(dropped.ids)

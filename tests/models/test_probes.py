@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import flags, grid
-from ranks import run_entry
-from tiny import ARCHITECTURES, COMMON, windows_of_sequences, write_model
+from ranks import on_ranks, run_entry
+from tiny import ARCHITECTURES, COMMON, windows_of_sequences, write_model, write_texts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dsft.api import evaluate
-from dsft.config.options import TrainConfig
+from dsft.api import evaluate, evaluate_all
+from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.epoch import Collator, sequence
 from dsft.errors import UserError
 from dsft.models.measure import measure_model
@@ -185,3 +185,15 @@ def test_linear_attention_is_tried_at_small_sizes(architecture):
     config = CONFIG_MAPPING[architecture]()
     assert sum(weight.numel() for weight in small_model(config).parameters()) < 1_000_000
     assert trains_in_tiles(config)
+
+
+def _sums(options: dict) -> tuple:
+    result = next(evaluate_all(EvalConfig(**options))).perplexity
+    return result.nats, result.document_nats.tolist()
+
+
+def test_longrope_has_the_same_bits_on_1_and_2_ranks(phi, tmp_path):
+    data = write_texts(tmp_path / "texts.jsonl", 30)
+    options = {"model": [str(phi)], "data": [str(data)], "seq_len": 100, "mode": "rolling", "batch_tokens": 400}
+    assert on_ranks(2, _sums, options) == [_sums(options)] * 2
+    assert _sums(options)[0] == pytest.approx(_sums(options | {"batch_tokens": 8})[0], rel=1e-6)

@@ -135,3 +135,16 @@ def test_rows_are_padded_so_that_ranks_share_them_evenly():
     rules = RowRules(limits=(20,), multiple=3)
     assert [rules.width(length) for length in (1, 8, 9, 17, 20, 21)] == [9, 9, 18, 18, 21, 24]
     assert dataclasses.replace(rules, alone=True).width(7) == 9 and RowRules().width(9) == 16
+
+
+def _divergence(options: dict) -> list[float]:
+    divergence = next(evaluate_all(EvalConfig(**options))).divergence
+    return [divergence.kl, divergence.reverse_kl, divergence.same_top, divergence.reference_perplexity]
+
+
+@pytest.mark.exhaustive
+def test_a_reference_shares_the_windows_too(tiny, models):
+    options = options_for(tiny, models["llama"], reference=models["qwen3"])
+    expected = _divergence(options)
+    for divergence in on_ranks(2, _divergence, options | {"sequence_parallel": 2}):
+        assert divergence == pytest.approx(expected, abs=1e-6)
