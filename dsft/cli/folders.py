@@ -135,7 +135,6 @@ def run_chat(options: ChatOptions) -> str | None:
         print(note, file=sys.stderr)
     model = build_model(config, dtype=resolve_dtype(options.dtype)).eval()
     positions = max_positions(model.config.get_text_config())
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
         """Prints an answer; returns it as the message that the next turn is asked with."""
@@ -153,7 +152,7 @@ def run_chat(options: ChatOptions) -> str | None:
             model,
             tokenizer,
             ids,
-            streamer=streamer,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
         )

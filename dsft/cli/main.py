@@ -9,6 +9,7 @@ dsft --version
 import errno
 import importlib
 import os
+import select
 import signal
 import sys
 
@@ -86,7 +87,12 @@ def run_command(name: str, words: list[str]) -> None:
         room = importlib.import_module(module)
     try:
         getattr(room, function)(*arguments)
-    except BrokenPipeError:  # `dsft plan --json | head`: nobody reads on. Python would flush once more at its exit.
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(1, 0)
+        if not output.poll(0):  # another pipe broke than stdout
+            raise
+        # `dsft plan --json | head`: nobody reads on. Python would flush once more at its exit.
         os._exit(128 + signal.SIGPIPE)
     except OSError as error:  # what a command reads or writes is what its words name
         if error.filename is None and error.errno not in FULL:

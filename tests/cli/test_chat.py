@@ -86,6 +86,22 @@ def test_turns_follow_each_other_until_a_reset(tiny, capsys, monkeypatch):
     assert rest == "\n"
 
 
+def test_an_answer_that_was_stopped_leaves_nothing_for_the_next(tiny, capsys, monkeypatch):
+    stops = iter([True, False])
+
+    def generated(model, tokenizer, ids, *, streamer, **how):
+        for tokens in ([ids], tokenizer("a rank").input_ids):
+            streamer.put(torch.tensor(tokens))
+        if next(stops):
+            raise KeyboardInterrupt
+        streamer.end()
+        return tokenizer("a rank").input_ids
+
+    monkeypatch.setattr("dsft.models.tokenizer.generate", generated)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the loss\nthe end"))
+    assert chat(capsys, tiny / "chat").splitlines()[-1] == "a rank"
+
+
 def test_reasoning_that_a_response_template_finds_is_no_content_of_the_next_turn(tiny, tmp_path, capsys, monkeypatch):
     """Here all of an answer is reasoning."""
     folder = shutil.copytree(tiny / "chat", tmp_path / "chat")
