@@ -45,6 +45,8 @@ FILLED = (
     "zero_optimization.stage3_param_persistence_threshold",
 )
 """What transformers fills if it is "auto" (integrations/deepspeed.py), beside the entries of SAME_MEANING."""
+SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "timers")
+"""Entries that dsft reads itself."""
 OTHER_SECTIONS = """
 zero_optimization timers activation_checkpointing aio tensorboard wandb comet csv_monitor flops_profiler elasticity
 compression_training comms_logger hybrid_engine eigenvalue nebula autotuning compile tensor_parallel amp
@@ -59,7 +61,6 @@ NOT_FOR_SHARDS = {
 }
 """Types of optimizers, in small letters, that mean nothing over shards -> why."""
 ALLOWED = {
-    "zero_optimization.stage": ([0, 1, 2, 3], "a number without quotes, 0 to 3, is expected"),
     "zero_optimization.cpu_offload": ([False], 'an old name; write "offload_optimizer": {"device": "cpu"}'),
     "zero_optimization.cpu_offload_param": ([False], 'an old name; write "offload_param": {"device": "cpu"}'),
     "zero_optimization.zenflow": ([], "DeepSpeed copies the weights transposed, and trains a scrambled model"),
@@ -219,6 +220,16 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
     known = {name for name in vars(names).values() if isinstance(name, str) and name.islower()}
     known.update(OTHER_SECTIONS.split())
     problems = [f"{key}: unknown key{nearest(key, known)}" for key in content if key not in known]
+    for place in (*SECTIONS, "optimizer.params", "scheduler.params"):
+        parent, _, key = place.rpartition(".")
+        section = get_value(content, parent) if parent else content
+        if isinstance(section, dict) and not isinstance(section.get(key, {}), dict):
+            problems.append(f"{place}={json.dumps(section[key])}: must be a JSON object; leave it out for the default")
+    if problems:
+        return [f"zero={zero}: {problem}" for problem in problems]
+    level = get_value(content, "zero_optimization.stage")
+    if level not in (None, AUTO) and (type(level) is not int or level not in range(4)):
+        problems.append(f"zero_optimization.stage={json.dumps(level)}: must be 0, 1, 2 or 3, without quotes")
     for place, (name, kind) in SAME_MEANING.items():
         value = get_value(content, place)
         if value is None or value == AUTO or kind is bool:
@@ -237,7 +248,7 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
         if value is not None and value not in right:
             problems.append(f"{place}: {why}; leave it out")
     for key in ("optimizer", "scheduler"):
-        if isinstance(content.get(key), dict):
+        if key in content:
             problems += _check_type(key, content)
     # Each entry is sound by itself: DeepSpeed compares them with each other. Batches are dsft's.
     if not problems:
@@ -272,7 +283,7 @@ def _check_type(key: str, content: dict[str, Any]) -> list[str]:
         if name in VALID_LR_SCHEDULES:
             return []
         return [f"scheduler.type: {name!r} is unknown{nearest(name, VALID_LR_SCHEDULES)}"]
-    if kind not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, name):
+    if kind not in DEEPSPEED_OPTIMIZERS and not inspect.isclass(getattr(torch.optim, name, None)):
         return [f"optimizer.type: {name!r} is unknown{nearest(name, OPTIMIZERS)}"]
     if not stage(content) or kind in {each.lower() for each in OPTIMIZERS}:
         return []
@@ -326,14 +337,20 @@ def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> di
     """A copy in which the optimizer and the scheduler of a sound file follow the options in what it leaves out:
     DeepSpeed has defaults of its own, such as a learning rate of 1e-3.
     """
+    import torch
     from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     followed = dict(deepspeed_config)
     optimizer = followed.get("optimizer")
     if optimizer:
         kind = optimizer["type"].lower()
         is_adam = kind in ("adam", "adamw")
-        names = ["lr", "weight_decay"]
+        names = ["lr"]
+        # Rprop, SparseAdam and LBFGS of torch have none.
+        is_torchs = kind not in DEEPSPEED_OPTIMIZERS
+        if not is_torchs or "weight_decay" in inspect.signature(getattr(torch.optim, optimizer["type"])).parameters:
+            names.append("weight_decay")
         if is_adam:
             names.append("eps")
         # Those of Lion and Muon have other defaults.

@@ -61,11 +61,19 @@ def test_a_file_with_all_that_users_write_has_no_problem():
             {"pin_memry": True},
             ["zero_optimization.offload_optimizer.pin_memry: Extra inputs"],
         ),
-        ("", {"zero_optimization": "auto"}, ['zero_optimization="auto"', "nothing fills this in"]),
+        ("", {"zero_optimization": "auto"}, ['zero_optimization="auto": must be a JSON object; leave it out']),
+        ("", {"zero_optimization": True}, ["zero_optimization=true: must be a JSON object"]),
+        ("", {"timers": []}, ["timers=[]: must be a JSON object"]),
+        ("", {"bf16": None}, ["bf16=null: must be a JSON object"]),
+        ("optimizer", {"params": None}, ["optimizer.params=null: must be a JSON object"]),
+        ("scheduler", {"params": []}, ["scheduler.params=[]: must be a JSON object"]),
+        ("zero_optimization", {"stage": "2"}, ['zero_optimization.stage="2": must be 0, 1, 2 or 3, without quotes']),
+        ("zero_optimization", {"stage": True}, ["zero_optimization.stage=true: must be 0, 1, 2 or 3"]),
         ("bf16", {"enbled": True}, ["bf16.enbled: Extra inputs", "'enabled'"]),
         ("optimizer", {"parms": {"lr": 1}}, ["optimizer.parms: unknown key", "'params'"]),
         ("optimizer", {"type": "Adom"}, ["optimizer.type", "'Adom'", "'Adam'"]),
         ("optimizer", {"type": 5}, ["optimizer.type: '5' is unknown"]),
+        ("optimizer", {"type": "lr_scheduler"}, ["optimizer.type: 'lr_scheduler' is unknown"]),
         ("scheduler", {"type": "WarmupRL"}, ["scheduler.type", "'WarmupRL'", "'WarmupLR'"]),
         ("", {"gradient_clipping": -1}, ["gradient_clipping=-1.0: must not be negative"]),
         ("optimizer.params", {"lr": -1e-4}, ["optimizer.params.lr=-0.0001: must not be negative"]),
@@ -186,6 +194,11 @@ def test_what_a_json_leaves_out_of_its_optimizer_follows_the_options(kind):
     assert followed["optimizer"]["params"] == expected
     kept = {"optimizer": {"type": kind, "params": expected | {"lr": 1e-4, "weight_decay": 0.1}}}
     assert follow_options(kept, TrainConfig(training={"weight_decay": 0})) == kept
+
+
+@pytest.mark.parametrize("kind", ["Rprop", "SparseAdam", "LBFGS"])
+def test_no_weight_decay_is_given_to_an_optimizer_that_takes_none(kind):
+    assert follow_options({"optimizer": {"type": kind}}, TrainConfig())["optimizer"]["params"] == {"lr": "auto"}
 
 
 def test_what_a_json_leaves_out_of_its_warm_up_follows_the_options():
