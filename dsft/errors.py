@@ -29,7 +29,7 @@ EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: it can be resumed
 EXIT_INTERRUPTED = 130  # Ctrl-C: 128 and the number of the signal, as shells have it
 MOST_SECONDS = 10
 """Of `limited_time`."""
-SECRET = re.compile(r"(--[\w-]*(?:[-_]token|[-_]key|password|secret)[= ])(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+")
+SECRET = re.compile(r"--[\w-]*([-_]token|[-_]key|password|secret)")
 RANK_0_SECONDS = 8  # for rank 0 to print the message: a launcher kills all ranks as soon as one has ended
 
 
@@ -173,7 +173,17 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
 
 def shown_command(words: Iterable[str]) -> str:
     """A command line as it is printed: quoted for a shell, and without the values of tokens and passwords."""
-    return SECRET.sub(r"\1***", shlex.join(words))
+    printed: list[str] = []
+    is_secret = False
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        is_flag = bool(SECRET.fullmatch(flag))
+        if is_secret:
+            printed.append("***")
+        else:
+            printed.append(f"{flag}=***" if is_flag and equals else shlex.quote(word))
+        is_secret = is_flag and not equals
+    return " ".join(printed)
 
 
 def one_line(error: BaseException) -> str:

@@ -56,6 +56,8 @@ def test_a_printed_command_line_holds_no_token():
     printed = shown_command(["train", *secret, "--eos_token_id", "2", "--run_name", "a b"])
     expected = "train --hub_token *** --push-to-hub-token=*** --wandb_api_key *** --eos_token_id 2 --run_name 'a b'"
     assert printed == expected
+    odd = ["--hub_token=a b", "--api_key=a$b", "--hub_token", "it's", "--run_name", "foo bar"]
+    assert shown_command(odd) == "--hub_token=*** --api_key=*** --hub_token *** --run_name 'foo bar'"
 
 
 def test_an_error_without_a_message_is_named():

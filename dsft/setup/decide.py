@@ -577,6 +577,13 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
     choice = choose_plan(job, machine, zero=zero, zero_file=run.zero_file, left_out=refused)
     config = choice.plan.deepspeed_config
     problems = arguments.check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), machine)
+    hpz_ranks = get_value(config, "zero_optimization.zero_hpz_partition_size") or 1
+    # groups.py, _create_zero_param_parallel_group, asserts it.
+    if stage(config) == 3 and machine.world_size % min(hpz_ranks, machine.world_size):
+        problems.append(
+            f"zero={choice.plan.zero}: zero_hpz_partition_size={hpz_ranks} does not divide the {machine.world_size}"
+            " ranks; use zero 3"
+        )
     raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
     if must_fit and not choice.plan.fits and options.memory_check:
         other = choose_plan(dataclasses.replace(job, checkpointing=None), machine, left_out=refused).plan

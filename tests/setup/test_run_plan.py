@@ -78,6 +78,14 @@ def test_what_cannot_fit_is_refused_with_what_would_unless_memory_is_not_to_be_c
     assert not choice.plan.fits and choice.plan.zero == "0"
 
 
+def test_hpz_over_nodes_of_3_and_5_ranks_is_refused_before_the_model_loads(facts, tmp_path):
+    machine = dataclasses.replace(EIGHT_GPUS, nodes=2, ranks_per_node=5, num_ranks=8)
+    options = TrainConfig(dtype="bfloat16", zero="3-hpz", training={"output_dir": str(tmp_path)})
+    with pytest.raises(UserError, match="zero=3-hpz: zero_hpz_partition_size=5 does not divide the 8 ranks"):
+        chosen(facts, options, machine=machine)
+    assert chosen(facts, options, machine=dataclasses.replace(machine, num_ranks=0)).plan.zero == "3-hpz"
+
+
 def test_offload_to_nvme_by_a_json_of_ones_own_runs_unplanned_with_one_line(facts, tmp_path):
     content = read_zero_file("3-offload", [])
     for part in ("offload_optimizer", "offload_param"):
