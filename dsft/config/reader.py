@@ -51,7 +51,7 @@ SCALARS = {
     type(None): "null",
 }
 """Type -> what a value of it is called."""
-EXPONENT = re.compile(r"[-+]?[0-9.]+e[-+]?[0-9]+", re.IGNORECASE)
+EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)e[-+]?[0-9]+", re.IGNORECASE)
 """A number such as 1e-6, which YAML reads as a text."""
 MOST = 10**9  # of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there
 MORE_THAN_0 = sys.float_info.min

@@ -87,10 +87,21 @@ def digest(code: Any) -> str:
 
     if not isinstance(code, FunctionType | type):
         code = type(code)
-    try:
-        lines, _ = inspect.findsource(code)
-    except (OSError, TypeError):  # typed at a prompt
-        lines = [Hasher.hash(code)]
+    functions = [code]
+    if isinstance(code, type):  # one of a notebook has no file, but its methods have the cell
+        functions = [each for each in vars(code).values() if isinstance(each, FunctionType)]
+    lines = []
+    for each in (code, *functions):
+        try:
+            lines, _ = inspect.findsource(each)
+            break
+        except (OSError, TypeError):
+            continue
+    else:  # typed at a prompt; without sets, whose order is another one in each process
+        for function in functions:
+            compiled = function.__code__
+            constants = [each for each in compiled.co_consts if isinstance(each, str | bytes | int | float)]
+            lines.append(repr((compiled.co_code, compiled.co_names, constants)))
     hashes = []
     if isinstance(code, FunctionType):
         for value in (code.__defaults__, code.__kwdefaults__, *(code.__closure__ or ())):

@@ -367,11 +367,11 @@ def check_training_arguments(options: TrainConfig, *, here: bool = True) -> list
         where = f"report_to={report_to}"
         for reporter in get_reporting_integration_callbacks(report_to) if here else ():
             reporter()
-        optim = options.training.get("optim")
-        if here and optim not in (None, *REFUSED_OPTIMIZERS):
+        given = {name: options.training[name] for name in ("optim", "optim_args") if options.training.get(name)}
+        if here and given and given.get("optim") not in REFUSED_OPTIMIZERS:
             from transformers import Trainer  # seconds
 
-            where = f"optim={optim}"
+            where = ", ".join(f"{name}={value}" for name, value in given.items())
             Trainer.get_optimizer_cls_and_kwargs(made)  # its package may be missing
     except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
         text = one_line(error)

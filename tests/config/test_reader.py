@@ -178,6 +178,7 @@ def test_an_unreadable_file_is_the_only_problem(tmp_path, content, expected):
         (["a", "b"], list[str], ["a", "b"]),
         ("x", str | list[str], "x"),
         ('{"a": 1}', dict | str, {"a": 1}),
+        ({"a": "1e-6", "b": "-.5E3", "c": "1.2.3e5"}, dict, {"a": 1e-6, "b": -500.0, "c": "1.2.3e5"}),
         (4, Literal[4, 8], 4),
         ("8", Literal[4, 8], 8),
         (3, str, "3"),

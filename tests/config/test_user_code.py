@@ -120,3 +120,18 @@ def test_a_cell_of_a_notebook_is_known_by_all_of_its_text():
         exec(compile(source, name, "exec"), cell)
         digests.add(user_code.digest(cell["map_row"]))
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize("is_cell", [True, False])
+def test_a_callback_of_a_notebook_is_its_text_and_not_what_it_has_gathered(is_cell):
+    source = "losses = []\nclass Own:\n    def on_log(self, logs):\n        losses.append(len(logs) + 1)\n"
+    digests = []
+    for text in (source, source.replace("1", "2")):
+        if is_cell:
+            linecache.cache[f"<{text}>"] = (len(text), None, text.splitlines(keepends=True), f"<{text}>")
+        cell = {"__name__": "a_notebook"}
+        exec(compile(text, f"<{text}>" if is_cell else "<stdin>", "exec"), cell)
+        digests.append(user_code.digest(cell["Own"]))
+        cell["losses"] += [1.0, threading.Lock()]
+        assert user_code.digest(cell["Own"]()) == digests[-1]
+    assert digests[0] != digests[1]

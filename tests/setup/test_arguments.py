@@ -169,6 +169,12 @@ def test_rules_are_asked_without_meeting_the_ranks_that_variables_name(monkeypat
         assert check_training_arguments(TrainConfig(training={"output_dir": "x"})) == []
 
 
+@pytest.mark.parametrize("training", [{"optim": "adamw_torch", "optim_args": "eps"}, {"optim_args": "eps"}])
+def test_wrong_optim_args_are_named(training):
+    (problem,) = check_training_arguments(TrainConfig(training={"output_dir": "x"} | training))
+    assert "optim_args=eps: " in problem
+
+
 MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 
 
