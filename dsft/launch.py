@@ -182,6 +182,7 @@ def launch(argv: list[str]) -> int:
         return code
     if name == "train" and "resume_from_checkpoint" not in values:
         os.environ[LAUNCH] = uuid.uuid4().hex  # a restart resumes this job's run alone
+    before = file.read_bytes() if file.is_file() else None
     try:
         for attempt in range(options.max_restarts + 1):
             if attempt and name == "train" and not _names_checkpoint_of_other_run(values, output_dir):
@@ -203,6 +204,8 @@ def launch(argv: list[str]) -> int:
                 lost_timeout=config.lost_timeout,
             )
             code = job.run()
+            if code == EXIT_USER_ERROR and before is not None:
+                file.write_bytes(before)  # these options were refused
             ends = (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE)
             if code in ends or job.interrupted:
                 return code

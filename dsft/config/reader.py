@@ -7,7 +7,6 @@ is one. What needs the model, the data, the machine or the DeepSpeed JSON is che
 """
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -232,9 +231,10 @@ class _Loader(yaml.SafeLoader):
         lines: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
-            first = lines.setdefault(str(key.value), line)
-            if first != line:
-                raise ValueError(f"line {line}: duplicate key {key.value}, first on line {first}; keep one")
+            name = str(key.value)
+            if name in lines:
+                raise ValueError(f"line {line}: duplicate key {name}, first on line {lines[name]}; keep one")
+            lines[name] = line
         return super().construct_mapping(node, deep)
 
 
@@ -268,6 +268,7 @@ def read_flags(argv: Sequence[str], types_by_name: Mapping[str, Any] | None = No
         elif values is left or takes_list(hint):
             values.append(word)
         elif values or (hint is bool and word.lower() not in BOOLEANS):
+            values = left
             left.append(word)
         else:
             values.append(word)
@@ -411,12 +412,9 @@ def convert(value: Any, hint: Any) -> Any:
     if origin is dict or hint is dict:
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                try:
-                    value = yaml.load(value, _Loader)  # {key: text}, as in a file
-                except (yaml.YAMLError, RecursionError) as error:
-                    raise ValueError(f"neither JSON nor YAML ({one_line(error)})") from None
+                value = yaml.load(value, _Loader)  # JSON, or {key: text} as in a file
+            except (yaml.YAMLError, RecursionError) as error:
+                raise ValueError(f"neither JSON nor YAML ({one_line(error)})") from None
         if not isinstance(value, dict):
             raise ValueError(f"expected a mapping, got {value!r}")
         key_type, value_type = arguments or (Any, Any)

@@ -571,8 +571,14 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
     job = run.job
     machine = run.machine
     zero = options.zero
-    if run.checkpoint and zero == "auto" and read_manifest(run.checkpoint).get("zero_stage") == 0:
-        zero = "0"  # what was not sharded stays so
+    if run.checkpoint and zero == "auto":
+        folder = Path(run.checkpoint).parent
+        earlier = run_folder.read_run(str(folder)) if run_folder.is_run(folder) else {}
+        file = earlier.get("plan", {}).get("zero", "")
+        if file.endswith(".json"):  # it may have a scheduler, which nothing else compares
+            raise UserError([f"resume_from_checkpoint={run.checkpoint}: its run had zero={file}; give that again"])
+        if read_manifest(run.checkpoint).get("zero_stage") == 0:
+            zero = "0"  # what was not sharded stays so
     refused = refused_candidates(run)
     choice = choose_plan(job, machine, zero=zero, zero_file=run.zero_file, left_out=refused)
     config = choice.plan.deepspeed_config

@@ -338,15 +338,15 @@ class SkippedSteps:
         self.in_fp16 = in_fp16
         self.most = most or (MOST_SKIPPED_IN_FP16 if in_fp16 else MOST_SKIPPED)
 
-    def note(self, step: int, *, is_skipped: bool) -> None:
-        """Note step number `step`; the same on all ranks.
+    def note(self, step: int, *, is_skipped: bool, at_least_scale: bool = False) -> None:
+        """Note step number `step`; the same on all ranks. `at_least_scale`: fp16's loss scale can be no smaller.
         Raises TrainingStopped where too many steps in a row were skipped.
         """
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
         self.number += is_skipped
         if is_skipped and self.in_a_row == 1 and not self.in_fp16:
             say(f"warning: a gradient is infinite or NaN at step {step}: DeepSpeed skips this optimizer step")
-        if self.in_a_row == self.most:
+        if at_least_scale or self.in_a_row == self.most:
             raise TrainingStopped(
                 f"a gradient was infinite or NaN in {self.in_a_row} steps in a row, up to step {step}: nothing is"
                 " learnt any more. Usual causes: a learning rate too high, or broken weights in the model that training"

@@ -84,6 +84,8 @@ STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Of the learning rate, which they change by what they see."""
 ADAPTER_SCALE = ("lora_alpha", "alpha_pattern", "use_rslora")
 """Fields of an adapter's config that change what its tensors mean, and not their shapes."""
+LEAST_SCALE = "loss scale already at minimum"
+"""What DeepSpeed raises under ZeRO 1 to 3 when fp16 finds no scale (runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
 HYPERPARAMETERS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
 """Of an optimizer's groups: what options set. Whatever else is there may be a state (Prodigy)."""
 STATES = {
@@ -386,8 +388,13 @@ class PerplexityTrainer(Trainer):
         if self.team.size > 1:
             rows_BT = None if rows_BT is None else rows_BT.to(self.args.device)
             attention = self.team.attention(self.model, rows_BT=rows_BT)
-        with attention:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+        try:
+            with attention:
+                loss = super().training_step(model, inputs, num_items_in_batch)
+        except Exception as error:  # DeepSpeed raises no narrower one
+            if LEAST_SCALE in str(error):
+                self.skipped_steps.note(step + 1, is_skipped=True, at_least_scale=True)
+            raise
         if self.accelerator.sync_gradients:  # the same on all ranks
             step += 1
             seconds = time.monotonic() - self._saved_at

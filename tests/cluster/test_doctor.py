@@ -60,4 +60,4 @@ def test_a_port_that_is_blocked_is_named(hosts, tmp_path):
     drop = "INPUT -p tcp --dport 29700 -j REJECT"
     with changed(hosts[0], f"iptables -A {drop}", f"iptables -D {drop}"):
         report, errors = doctor(hosts, [1, 1], tmp_path, "--quick", "--master_port", "29700")
-    assert {("network-blocked", hosts[1].name), ("node-silent", hosts[1].name)} & errors, report["findings"]
+    assert {("network-blocked", hosts[1].name), ("no-answer", hosts[1].name)} & errors, report["findings"]

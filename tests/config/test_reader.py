@@ -66,6 +66,9 @@ def test_a_key_that_stands_twice_in_a_file_is_named_with_its_lines(tmp_path):
     problems: list[str] = []
     read_yaml(str(path), problems)
     assert problems == [f"--config {path}: not valid YAML: line 4: duplicate key a, first on line 3; keep one"]
+    problems.clear()
+    read_config(TrainConfig, ["--learning_rates", '{"a": 1, "a": 2}'], problems)
+    assert "learning_rates: line 1: duplicate key a, first on line 1; keep one" in problems
 
 
 def test_nested_aliases_are_refused_since_they_have_no_end(tmp_path):

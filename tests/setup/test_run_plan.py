@@ -9,6 +9,7 @@ import transformers
 from tiny import GATED
 
 from dsft.checkpoints.manifest import MANIFEST
+from dsft.checkpoints.run_folder import write_run
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
@@ -58,6 +59,15 @@ def test_a_resume_on_other_ranks_chooses_among_what_can_take_the_checkpoint_over
     }
     everything = {plan.zero for plan in chosen(facts, options, job=job, machine=machine).candidates}
     assert everything - considered == {"0"}
+
+
+def test_a_resume_of_a_run_with_a_json_of_its_own_is_asked_for_it(facts, tmp_path):
+    """Its scheduler and dtype of communication would be lost."""
+    options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
+    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
+    write_run(str(tmp_path), plan={"zero": "own.json"})
+    with pytest.raises(UserError, match=f"{checkpoint}: its run had zero=own.json; give that again"):
+        chosen(facts, options, checkpoint=checkpoint)
 
 
 def test_what_was_not_sharded_stays_so_on_other_ranks(facts, tmp_path):
