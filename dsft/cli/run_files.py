@@ -66,7 +66,7 @@ def write_run_file(options: InitOptions) -> None:
         epochs=epochs,
         batch=batch,
     )
-    path.write_text(text, encoding="utf-8")
+    _write(path, text)
     show_text(f"dsft: {config}: written; next: dsft preview --config {config}")
 
 
@@ -74,8 +74,12 @@ def _new_file(name: str) -> Path:
     path = Path(name)
     if path.exists():
         raise UserError(f"{path}: exists; name another file with --out")
-    path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def _in_yaml(value: Any) -> str:
@@ -120,11 +124,13 @@ def convert_file(options: ConvertOptions) -> None:
     problems: list[str] = []
     given = read_yaml(options.file, problems)
     raise_if_any([problem.removeprefix("--config ") for problem in problems])
-    values, remarks = converted(given or {})
+    if not given:
+        raise UserError(f"{options.file}: contains no options")
+    values, remarks = converted(given)
     lines = [f"# Converted from {options.file} by dsft convert.", ""]
     lines += yaml.safe_dump(values, sort_keys=False, allow_unicode=True).splitlines()
     lines += ["", *(f"# {remark}" for remark in remarks)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    _write(path, "\n".join(lines) + "\n")
     config = shlex.quote(str(path))
     for line in (f"{config}: {len(values)} options", *remarks):
         show_text(f"dsft: {line}")
@@ -137,7 +143,7 @@ def converted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     remarks: list[str] = []
     values: dict[str, Any] = {}
     for key, value in own_names(given, types, remarks).items():
-        if value is None or value == "":
+        if value is None or value == "" or (key == "resume_from_checkpoint" and value is False):
             continue
         if key in ("adapter", "finetuning_type") and value in ("full", "lora", "qlora"):  # axolotl, LLaMA-Factory
             values["method"] = value

@@ -134,6 +134,8 @@ def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also:
     values = own_names(values, all_types, notes)
     if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
         values["resume_from_checkpoint"] = "auto"
+    elif values.get("resume_from_checkpoint") is False:  # auto_resume_from_checkpoints of axolotl
+        del values["resume_from_checkpoint"]
     refused: list[str] = []
     checked = check_values(values, all_types, refused, also=also)
     options: dict[str, Any] = {"notes": tuple(notes)}

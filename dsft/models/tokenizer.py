@@ -200,15 +200,16 @@ def generate(
         use_cache=True,  # a training turns it off in the config
         synced_gpus=False,  # by default ranks under ZeRO-3 ask each other after each token whether all are done
         streamer=streamer,
-        stopping_criteria=[_is_repeating],
+        # The prompt's own tokens do not count.
+        stopping_criteria=[lambda ids_BT, _: _is_repeating(ids_BT[0, len(ids) :].tolist())],
         **sampling,
     )
     return output_BT[0, len(ids) :].tolist()
 
 
-def _is_repeating(ids_BT: torch.Tensor, _: torch.Tensor) -> bool:
+def _is_repeating(ids: list[int]) -> bool:
     """Whether a text ends with the same few tokens many times, as greedy decoding of a small model does."""
-    tail = ids_BT[0, -REPEATED:].tolist()
+    tail = ids[-REPEATED:]
     periods = range(1, REPEATED // 4 + 1)
     return len(tail) == REPEATED and any(tail[period:] == tail[:-period] for period in periods)
 

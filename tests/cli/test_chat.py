@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsft.checkpoints.run_folder import write_run
 from dsft.cli.main import main
 from dsft.errors import EXIT_USER_ERROR
-from dsft.models.tokenizer import _is_repeating
+from dsft.models.tokenizer import _is_repeating, generate
 
 
 def expected(folder, messages: list[dict], tokenizer=None) -> str:
@@ -163,6 +163,16 @@ def test_what_cannot_answer_is_named_in_one_line(tiny, tmp_path, capsys, source,
 
 
 def test_a_phrase_that_repeats_ends_an_answer():
-    assert _is_repeating(torch.tensor([[9, *[1, 2, 3] * 30]]), None)
-    assert not _is_repeating(torch.tensor([[1, 2, 3] * 20]), None)
-    assert not _is_repeating(torch.arange(90)[None], None)
+    assert _is_repeating([9, *[1, 2, 3] * 30])
+    assert not _is_repeating([1, 2, 3] * 20)
+    assert not _is_repeating([*range(90)])
+
+
+def test_a_prompt_that_repeats_ends_no_answer(tiny):
+    folder = tiny / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # the likeliest token is always 0
+    model.generation_config.eos_token_id = None
+    assert generate(model, tokenizer, [0] * 100, max_new_tokens=8) == [0] * 8
+    assert len(generate(model, tokenizer, [0] * 100, max_new_tokens=90)) == 64

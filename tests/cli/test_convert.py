@@ -15,6 +15,7 @@ AXOLOTL = {
     "evals_per_epoch": 4,
     "flash_attention": True,
     "wandb_project": None,
+    "auto_resume_from_checkpoints": False,
     "output_dir": "out",
 }
 LLAMA_FACTORY = {
@@ -54,3 +55,12 @@ def test_the_usual_options_are_converted_and_the_others_named(given, expected, l
     screen = capsys.readouterr().out
     for name in left_out:
         assert f"# {name}: left out" in text and f"dsft: {name}: left out" in screen
+
+
+@pytest.mark.parametrize(("content", "expected"), [("", "contains no options"), (None, "cannot be read")])
+def test_what_cannot_be_converted_is_one_line_and_makes_no_folder(content, expected, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "theirs.yaml").write_text(content)
+    with pytest.raises(SystemExit):
+        main(["convert", str(tmp_path / "theirs.yaml"), "--out", str(tmp_path / "new/run.yaml")])
+    assert f"theirs.yaml: {expected}" in capsys.readouterr().err and not (tmp_path / "new").exists()

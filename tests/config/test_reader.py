@@ -45,6 +45,13 @@ def test_a_name_of_another_trainer_is_taken_with_a_note_and_not_beside_ours():
     assert problems == ["cutoff_len: unknown key; seq_len is set too, and has the same meaning: keep one"]
 
 
+@pytest.mark.parametrize("name", ["resume_from_checkpoint", "auto_resume_from_checkpoints"])
+def test_a_training_that_shall_not_resume_has_no_checkpoint(name):
+    problems: list[str] = []
+    config = make_config(TrainConfig, {"model": "m", "data": "d", "output_dir": "o", name: False}, problems)
+    assert problems == [] and config.value("resume_from_checkpoint") is None
+
+
 def test_a_flag_given_twice_is_one_list_where_its_field_is_a_list_and_a_problem_elsewhere():
     problems: list[str] = []
     words = "--data a b --seq_len 8 --data=c --seq-len 9 --packing --packing false --local_rank=0"
