@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import errno
 import glob
-import math
 import os
 import re
 import resource
@@ -91,25 +90,34 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
-def _cgroups() -> Iterator[Path]:
-    """Yield the folders of this process's cgroup (version 2) and of those above it. A container sees its own as the
-    root; that of a SLURM job or a systemd unit lies below.
+def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's cgroup and of those above it, and whether they are of version 1. A container
+    sees its own as the root; that of a SLURM job or a systemd unit lies below.
     """
-    match = re.search(r"^0::(.*)", _read(OWN_CGROUPS), re.MULTILINE)  # 0::/system.slice/slurmstepd.scope/job_7
-    folder = CGROUPS / match[1].strip("/") if match else CGROUPS
-    while folder.is_relative_to(CGROUPS):
-        yield folder
-        folder = folder.parent
+    for line in _read(OWN_CGROUPS).splitlines():  # 0::/system.slice/slurmstepd.scope/job_7, 4:memory:/slurm/uid_0/job_7
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = CGROUPS / controller if controllers else CGROUPS
+        folder = root / path.strip("/")
+        while folder.is_relative_to(root):
+            yield folder, bool(controllers)
+            folder = folder.parent
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """Yield (limit, bytes that are taken, but for caches of files) of each cgroup."""
-    for folder in _cgroups():
-        limit = _read(folder / "memory.max")
-        if limit.isdigit():  # else "max", or no such folder in this container
-            cached = re.findall(r"^(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
-            taken = int(_read(folder / "memory.current"))
-            yield int(limit), max(0, taken - sum(map(int, cached)))
+    for folder, is_old in _cgroups("memory"):
+        limit_file = "memory.max"
+        taken_file = "memory.current"
+        prefix = ""
+        if is_old:
+            limit_file = "memory.limit_in_bytes"
+            taken_file = "memory.usage_in_bytes"
+            prefix = "total_"
+        if (limit := _read(folder / limit_file)).isdigit():  # else "max", or no such folder in this container
+            kept = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit), max(0, _number(folder / taken_file) - sum(map(int, kept)))
 
 
 def host_memory_bytes() -> int:
@@ -179,10 +187,10 @@ def cpu_count() -> int:
     it time for (`docker run --cpus`), rounded up.
     """
     number = len(os.sched_getaffinity(0))
-    for folder in _cgroups():
-        quota = re.fullmatch(r"(\d+) (\d+)", _read(folder / "cpu.max"))  # microseconds in each period; "max": no limit
-        if quota:
-            number = min(number, math.ceil(int(quota[1]) / int(quota[2])))
+    for folder, is_old in _cgroups("cpu"):  # microseconds in each period; "max" or -1 without a limit
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_old else ("cpu.max",)
+        if match := re.fullmatch(r"(\d+) (\d+)", " ".join(_read(folder / name) for name in files)):
+            number = min(number, -(-int(match[1]) // int(match[2])))
     return number
 
 
@@ -293,6 +301,12 @@ def peak_memory_bytes() -> dict[str, int]:
 
         peak["gpu"] = torch.cuda.max_memory_allocated()
     return peak
+
+
+def _number(path: Path) -> int:
+    """Read the whole number that a file begins with ("400 Gb/sec (4X NDR)"); 0 where there is none."""
+    digits = re.match(r"\d+", _read(path))
+    return int(digits[0]) if digits else 0
 
 
 def _read(path: Path) -> str:

@@ -118,12 +118,14 @@ def test_another_program_s_memory_is_waited_for_a_minute(gpu_of):
 @pytest.mark.parametrize(
     ("cgroups", "limits", "expected"),
     [
-        # a job of SLURM's, whose step has no limit of its own; a container; a process without limits
+        # version 2: a job of SLURM's, whose step has no limit of its own; a container; a process without limits
         ("0::/slurm/job_7/step_0", {"slurm/job_7": 64, "slurm/job_7/step_0": None, "slurm/job_8": 1}, (64, 54)),
         ("0::/", {".": 32}, (32, 22)),
         ("0::/user.slice", {"user.slice": None}, (512, 500)),
         ("0::/elsewhere", {".": 48}, (48, 38)),  # the host's path, which a container does not see
-        ("9:cpu:/a\n0::/job_7", {"job_7": 16, "a": 1}, (16, 6)),  # beside a controller of version 1
+        # version 1, beside another controller and the empty tree of version 2
+        ("9:cpu:/a\n4:memory:/slurm/job_7\n0::/b", {"memory/slurm/job_7": 16, "memory": 2**33, "a": 1}, (16, 6)),
+        ("", {".": 1}, (512, 500)),
     ],
 )
 def test_memory_is_limited_by_all_cgroups_above_this_process(monkeypatch, tmp_path, cgroups, limits, expected):
@@ -131,9 +133,12 @@ def test_memory_is_limited_by_all_cgroups_above_this_process(monkeypatch, tmp_pa
     for folder, limit in limits.items():
         place = tmp_path / "cgroup" / folder
         place.mkdir(parents=True, exist_ok=True)
-        (place / "memory.max").write_text("max" if limit is None else str(limit * GiB))
-        (place / "memory.current").write_text(str(12 * GiB))
-        (place / "memory.stat").write_text(f"anon 7\ninactive_file {GiB}\nactive_file {GiB}\n")
+        old = folder.startswith("memory")
+        text = "max" if limit is None else str(limit * GiB)
+        (place / ("memory.limit_in_bytes" if old else "memory.max")).write_text(text)
+        (place / ("memory.usage_in_bytes" if old else "memory.current")).write_text(str(12 * GiB))
+        names = [f"{'total_' * old}{name}active_file" for name in ("in", "")]
+        (place / "memory.stat").write_text("anon 7\n" + "".join(f"{name} {GiB}\n" for name in names))
     monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "cgroup")
     host = SimpleNamespace(total=512 * GiB, available=500 * GiB)
@@ -144,12 +149,15 @@ def test_memory_is_limited_by_all_cgroups_above_this_process(monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     ("cgroups", "quotas", "cores"),
     [
-        # of all cgroups above the process; rounded up
+        # version 2: of all cgroups above the process; rounded up
         ("0::/pods/one", {".": "max 100000", "pods": "800000 100000", "pods/one": "250000 100000"}, 3),
         ("0::/pods/one", {"pods": "150000 100000", "pods/one": "max 100000", "pods/two": "100000 100000"}, 2),
         ("0::/", {".": "50000 100000"}, 1),
         ("0::/", {".": "6400000 100000"}, 16),  # more than there are
+        # version 1, beside another controller
+        ("9:memory:/a\n4:cpu,cpuacct:/job\n0::/", {"cpu/job": "400000 100000", "cpu": "-1 100000", "cpu/a": "1 1"}, 4),
         ("0::/elsewhere", {}, 16),
+        ("", {".": "100000 100000"}, 16),
     ],
 )
 def test_cores_are_no_more_than_all_cgroups_above_this_process_give_time_for(
@@ -159,7 +167,9 @@ def test_cores_are_no_more_than_all_cgroups_above_this_process_give_time_for(
     for folder, text in quotas.items():
         place = tmp_path / "cgroup" / folder
         place.mkdir(parents=True, exist_ok=True)
-        (place / "cpu.max").write_text(f"{text}\n")
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if folder.startswith("cpu") else ("cpu.max",)
+        for name, value in zip(names, text.split() if len(names) == 2 else [text], strict=True):
+            (place / name).write_text(f"{value}\n")
     monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
