@@ -188,9 +188,8 @@ def compare_machines(options: PlanOptions, runs: list[TrainingRun]) -> bool:
 
 def plans_table(plans: Iterable[tuple[str, Plan]]) -> Table:
     """A row for each plan, behind a word of its own."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False)
-    for name in ("", "ZeRO", "ckpt", "batch", "peak GiB", "step", "tokens/s"):
-        table.add_column(name, no_wrap=True)
+    names = ("", "ZeRO", "ckpt", "batch", "peak GiB", "step", "tokens/s")
+    table = Table(*names, box=SIMPLE_HEAD, show_edge=False)
     for word, plan in plans:
         table.add_row(
             word,

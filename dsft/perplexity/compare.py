@@ -21,6 +21,8 @@ from dsft.units import one_of
 
 COMPUTED_BY = ("dtype", "attn_implementation", "quantization")  # options that change the numbers of one model
 MOVED = 5  # documents named at each end
+RATIO = "ratio (95 %)"  # a column of the table
+RATIO_WIDTH = 8  # of its longest word: "(100.000"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ class Comparison:
             "model": self.model,
             "base": f"{self.base_perplexity:,.2f}",
             "perplexity": f"{self.perplexity:,.2f}",
-            "ratio (95 %)": ratio,
+            RATIO: ratio,
             "better": f"{self.better:,}",
             "worse": f"{self.worse:,}",
             "p": f"{self.p_value:.2g}",
@@ -86,7 +88,10 @@ class Comparisons(tuple[Comparison, ...]):
         lines = [f"against {self[0].base}; intervals over pairs: {one_of(dict.fromkeys(each.units for each in self))}"]
         lines += dict.fromkeys(f"{each.model} on {each.data}: {each.note}" for each in self if each.note)
         lines += [f"{model} {which}, document {number}: {text}" for model, which, number, text in self.examples()]
-        table = Table(*rows[0], caption="\n".join(lines), caption_justify="left")
+        table = Table(caption="\n".join(lines), caption_justify="left")
+        for name in rows[0]:
+            is_long = name in ("data", "model", RATIO)
+            table.add_column(name, no_wrap=not is_long, min_width=RATIO_WIDTH if name == RATIO else None)
         for row in rows:
             table.add_row(*row.values())
         return table

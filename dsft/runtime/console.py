@@ -93,13 +93,17 @@ def print_table(title: str, rows: dict[str, str]) -> None:
 
 
 def show_table(table: "Table") -> None:
-    """Print a table, as wide as the terminal at most. In a file or a pipe nothing is broken over lines, so that paths
-    and commands stay in one piece.
+    """Print a table, as wide as the terminal at most: what is too long goes on in the next line. In a file or a pipe
+    nothing is broken over lines, so that paths and commands stay in one piece.
     """
     from rich.console import Console
+    from rich.segment import Segments
 
+    for column in table.columns:
+        column.overflow = "fold"
     width = None if sys.stdout.isatty() else NO_LIMIT
-    Console(width=width, highlight=False, markup=False, emoji=False).print(table)  # a path may hold [brackets]
+    console = Console(width=width, highlight=False, markup=False, emoji=False)  # a path may hold [brackets]
+    console.print(Segments(part._replace(text=printable(part.text)) for part in console.render(table)))
 
 
 def show_text(text: str, *, file: TextIO | None = None) -> None:

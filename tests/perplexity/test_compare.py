@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -303,6 +304,20 @@ def test_the_documents_that_changed_most_are_shown_with_their_text(tmp_path):
         ("other", "gained most", gained, f"{gained} begins so"),
         ("other", "lost most", lost, f"{lost} begins so"),
     ]
+
+
+def test_models_and_numbers_are_whole_in_a_narrow_terminal(tmp_path, monkeypatch, capsys):
+    names = ["base", "runs/llama-3.1-8b-lora-a/final", "runs/llama-3.1-8b-lora-b/final"]
+    for seed, model in enumerate(names):
+        Results(tmp_path).add(evaluation(model, seed))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run_command("compare", [str(tmp_path)])
+    shown = capsys.readouterr().out
+    cells = [line.split("│")[2].strip() for line in shown.splitlines() if line.startswith("│")]
+    assert "".join(cells) == "".join(names[1:]) and "…" not in shown
+    for each in compare(str(tmp_path)):
+        assert all(word in shown.split() for word in " ".join([*each.row().values()][2:]).split())
 
 
 def test_a_table_that_has_no_results_is_named(tmp_path):

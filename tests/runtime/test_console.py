@@ -4,8 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from rich.table import Table
 
-from dsft.runtime.console import LOGS, _Both
+from dsft.runtime.console import LOGS, _Both, show_table
 
 
 class Terminal(io.StringIO):
@@ -47,3 +48,14 @@ def test_a_screen_that_is_gone_or_full_ends_nothing(screen):
                 process.stdout.close()
                 process.stderr.close()
             assert process.wait(120) == 0
+
+
+def test_a_narrow_terminal_shows_whole_cells_and_no_escape_sequences(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    name = "".join(map(str, range(60)))
+    table = Table("name", "loss", "of", caption="\033[31mred")
+    table.add_row(name, "1.234", "\033[31mred")
+    show_table(table)
+    assert "…" not in screen.getvalue() and "1.234" in screen.getvalue() and name[-20:] in screen.getvalue()
+    assert "\033[31m" not in screen.getvalue()
