@@ -400,7 +400,8 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: 
     analysis = ""
     for number, given in enumerate(messages, start=1):
         given = {key: value for key, value in given.items() if value is not None and key not in ignored}
-        if given.get("channel") == "analysis" and given.keys() <= {"role", "content", "channel"}:
+        used = {key for key, value in given.items() if value not in NOTHING}
+        if given.get("channel") == "analysis" and used <= {"role", "content", "channel"}:
             analysis += _text(given.get("content"), f"message {number}")
             continue
         given = _without_channel(given)

@@ -36,6 +36,7 @@ SPLITS = {
 }
 """Word in the name of a file or its folder -> its split, as `datasets` finds it (data_files.py, SPLIT_KEYWORDS)."""
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # endings after those of text -> pyarrow's name
+PACKED = (".xz", ".zip", ".lz4", ".7z")  # endings of files that are not read: refused, not left out
 ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datasets.save_to_disk` writes them beside rows
 LONGEST_TEXT = 1 << 30
 """Bytes of a text file: it is one document, and one call of the tokenizer."""
@@ -225,8 +226,11 @@ def _find_files(entry: str) -> list[Path]:
     kinds = f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
     path = Path(entry).expanduser()
     if path.is_dir():
-        inside = sorted(path.iterdir())
-        files = [file for file in inside if ending(file) and file.name[0] != "." and file.name not in ABOUT_DATA]
+        files = []
+        for file in sorted(path.iterdir()):
+            is_data = ending(file) or (file.suffix.lower() in PACKED and ending(file.stem))
+            if is_data and file.name[0] != "." and file.name not in ABOUT_DATA:
+                files.append(file)
     elif path.is_file():
         files = [path]
     else:

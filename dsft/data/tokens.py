@@ -222,7 +222,8 @@ class TokensBuilder:
     def drop_bad(self, problem: str) -> None:
         """Counts a row that cannot be used; raises UserError unless bad rows are dropped."""
         if self.rules.bad_rows == "error":
-            raise UserError(f"{self.place}: {problem}; bad_rows: drop leaves such rows out, and counts them")
+            way_out = "bad_rows: drop leaves such rows out of a training, and counts them"
+            raise UserError(f"{self.place}: {problem}; {way_out}")
         self.note("dropped_bad", problem)
 
     def add(self, ids: list[int], spans: Spans) -> None:
@@ -313,8 +314,10 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     place = {"type": "object", "properties": {"word": {"type": "string", "description": "a word"}}}
     tool = {"type": "function", "function": {"name": "look_up", "description": "looks up", "parameters": place}}
     rows = []
-    for number, messages in enumerate(chats, start=1):
-        rows.append(Row({"messages": messages, "tools": [tool] if calling in messages else []}, number))
+    for messages in chats:
+        rows.append(Row({"messages": messages, "tools": [tool] if calling in messages else []}, 1))
+        # Of a template that renders no tools, which a system message describes.
+        rows.append(Row({"messages": [{"role": "system", "content": "look_up(word)"}, *messages]}, 1))
     # A template without tools has no end of calls: such chats are dropped.
     rules = format_rules(rows, DataFields(bad_rows="drop", seq_len=1 << 20))
     tokens = tokenise(Batch(rows=rows, place="chats"), rules, tokenizer)

@@ -36,6 +36,7 @@ from dsft.perplexity.modes import MODES, Windows, find_mode, pieces_of
 from dsft.units import one_of, plural
 
 MOST_GROUPS = 1_000
+BESIDE_CONTENT = {"reasoning_content", "tool_calls", "weight"}  # what decides of a message beside its content
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +124,35 @@ class Answers(Documents):
         tokens = tokenise_samples(builder, tokenizer)
         texts = []
         for sample, (start, end) in zip(builder.samples, pairwise([0, *tokens.row_ends.tolist()]), strict=True):
-            ids = tokens.ids[start:end]
             trained = tokens.trained[start:end]
-            if isinstance(sample, Pair) and 0 < len(ids) < rules.seq_len and rules.train_on != "all":
-                texts.append(sample.completion)
-            else:  # what the template renders of answers, what is left of one that was cut off, or nothing
-                texts.append(tokenizer.decode(ids[trained], skip_special_tokens=True).strip())
+            inside = tokens.ends[(tokens.ends > start) & (tokens.ends <= end)]
+            is_cut = bool((np.diff(inside, prepend=start) >= rules.seq_len).any())
+            text = None if is_cut else _text_in_data(sample, trained, rules)
+            if text is None:
+                text = tokenizer.decode(tokens.ids[start:end][trained], skip_special_tokens=True)
+            texts.append(text)
         sized = _with_sizes(texts, builder.samples, tokens)
         sized.document_words[sized.document_bytes == 0] = 0  # nothing of it is scored
         return sized
+
+
+def _text_in_data(sample: Sample, trained: np.ndarray, rules: FormatRules) -> str | None:
+    """The text of a row whose answers are scored just as they are in the data; None if what is scored is more or less.
+
+    Args:
+        trained: [T] of the row's tokens.
+    """
+    if not trained.any() or rules.train_on in ("all", "last"):
+        return None
+    if isinstance(sample, Pair):
+        return sample.completion
+    answers = [message for message in sample.messages if message["role"] == "assistant" and message["content"]]
+    num_scored = np.count_nonzero(trained & ~np.append(False, trained[:-1]))
+    # Reasoning may be in the content too, and be scored or not.
+    has_more = any(message.keys() & BESIDE_CONTENT or "</think>" in message["content"] for message in answers)
+    if has_more or rules.train_thinking == "all" or num_scored != len(answers):
+        return None
+    return "".join(message["content"] for message in answers)
 
 
 KINDS: dict[str, type[Documents]] = {"texts": Texts, "joined": JoinedTexts, "answers": Answers}

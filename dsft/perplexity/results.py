@@ -294,6 +294,10 @@ class Results:
     def _read(self) -> None:
         path = self.folder / DOCUMENTS
         if not path.is_file():
+            if (self.folder / REPORTS).is_file():  # it would be replaced
+                raise UserError(
+                    f"{self.folder} has a {REPORTS} without its {DOCUMENTS}; remove it, or name another folder"
+                )
             return
         try:
             table = pyarrow.parquet.read_table(path)

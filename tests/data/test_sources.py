@@ -129,6 +129,14 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, name, content
     assert message in str(raised.value)
 
 
+def test_a_packed_file_in_a_folder_is_refused_and_not_left_out(tmp_path):
+    for name in ("a.jsonl", "b.jsonl.xz"):
+        (tmp_path / name).write_text("{}")
+    problems: list[str] = []
+    find_sources([str(tmp_path)], TrainConfig(), key="data", problems=problems)
+    assert "b.jsonl.xz has none of the endings" in problems[0]
+
+
 def test_folders_globs_and_names_on_the_hub(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz", "notes.md", "._a.jsonl", "state.json", "dataset_info.json"):
         (tmp_path / name).write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")

@@ -122,6 +122,14 @@ def test_an_answer_of_which_nothing_is_scored_has_no_bytes_and_no_words(tokenize
     assert (windows.document_bytes > 0).tolist() == (windows.document_words > 0).tolist() == [True, False, False, True]
 
 
+def test_bytes_of_an_answer_are_those_of_the_data_whatever_the_tokenizer_decodes(tiny, tmp_path):
+    answer = "  Toi\u0302 , I do n't ."
+    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}]
+    path = write_jsonl(tmp_path / "chats.jsonl", rows)
+    windows = windows_of(path, AutoTokenizer.from_pretrained(tiny / "chat"), seq_len=256)
+    assert windows.document_bytes.tolist() == [len(answer.encode())]
+
+
 @torch.no_grad()
 def test_chats_of_several_turns_are_scored_as_an_oracle_does(tiny, tmp_path):
     """Rendered by hand; each answer with its end token is predicted from all turns before it."""
