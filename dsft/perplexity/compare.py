@@ -22,7 +22,6 @@ from dsft.units import one_of
 COMPUTED_BY = ("dtype", "attn_implementation", "quantization")  # options that change the numbers of one model
 MOVED = 5  # documents named at each end
 RATIO = "ratio (95 %)"  # a column of the table
-RATIO_WIDTH = 8  # of its longest word: "(100.000"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +89,11 @@ class Comparisons(tuple[Comparison, ...]):
         lines += [f"{model} {which}, document {number}: {text}" for model, which, number, text in self.examples()]
         table = Table(caption="\n".join(lines), caption_justify="left")
         for name in rows[0]:
-            is_long = name in ("data", "model", RATIO)
-            table.add_column(name, no_wrap=not is_long, min_width=RATIO_WIDTH if name == RATIO else None)
+            if name in ("data", "model"):
+                table.add_column(name)
+                continue
+            words = " ".join([name, *(row[name] for row in rows)]).split()  # numbers, of which none is broken
+            table.add_column(name, no_wrap=name != RATIO, min_width=max(map(len, words)))
         for row in rows:
             table.add_row(*row.values())
         return table

@@ -24,6 +24,7 @@ LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed}<{remaining}
 
 OPERATOR_LOG = "torch.utils.cpp_extension"  # warns that no CUDA runtime is found where no GPU is
 NO_LIMIT = 1000  # columns of a file, wider than any table
+LEAST_WIDTH = 80  # of a table; in less Rich leaves columns out, and the terminal breaks the lines
 
 
 def say(line: str) -> None:
@@ -93,7 +94,7 @@ def print_table(title: str, rows: dict[str, str]) -> None:
 
 
 def show_table(table: "Table") -> None:
-    """Print a table, as wide as the terminal at most: what is too long goes on in the next line. In a file or a pipe
+    """Print a table, as wide as the terminal: what is too long for it goes on in the next line. In a file or a pipe
     nothing is broken over lines, so that paths and commands stay in one piece.
     """
     from rich.console import Console
@@ -103,7 +104,8 @@ def show_table(table: "Table") -> None:
         column.overflow = "fold"
     width = None if sys.stdout.isatty() else NO_LIMIT
     console = Console(width=width, highlight=False, markup=False, emoji=False)  # a path may hold [brackets]
-    console.print(Segments(part._replace(text=printable(part.text)) for part in console.render(table)))
+    console.width = max(console.width, LEAST_WIDTH)
+    console.print(Segments(part._replace(text=printable(part.text)) for part in console.render(table)), crop=False)
 
 
 def show_text(text: str, *, file: TextIO | None = None) -> None:
