@@ -314,6 +314,8 @@ class ZeroShards:
         self.world_size = len(files)
         # Counters of the engine and, under "lr_scheduler", the state of a scheduler that DeepSpeed ran.
         self.model_state: dict[str, Any] = load_pickle(model_files[0])
+        if not self.model_state.get("param_shapes"):
+            raise UserError(f"{model_files[0]}: has no param_shapes, which say how the shards are cut; use another")
         groups = self.model_state["param_shapes"]  # of each trained parameter, as it is when gathered
         self.shapes: dict[str, tuple[int, ...]] = {}
         for group in groups:
@@ -323,6 +325,8 @@ class ZeroShards:
         self._pieces: dict[str, list[_Piece]] = {}
         for rank, file in enumerate(files):
             states = load_pickle(file)["optimizer_state_dict"]
+            if "partition_count" not in states:
+                raise UserError(f"{file}: has no partition_count, the number of ranks that wrote it; use another")
             is_stage_3 = states.get("zero_stage", 1) == 3
             num_writers = states["partition_count"] if is_stage_3 else max(states["partition_count"])  # by group
             if num_writers != self.world_size:
@@ -362,6 +366,13 @@ class ZeroShards:
                     self._pieces.setdefault(name, []).append(piece)
             if steps:
                 self.step = int(steps[-1])
+        for name, shape in self.shapes.items():
+            numel = sum(piece.numel for piece in self._pieces.get(name, []))
+            if numel != math.prod(shape):
+                raise UserError(
+                    f"{self.folder}: has {numel:,} of {math.prod(shape):,} elements of {name}; are the files of all"
+                    " ranks there, each its own?"
+                )
 
     @property
     def states(self) -> set[str]:

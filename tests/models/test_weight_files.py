@@ -167,6 +167,16 @@ def test_a_forced_weights_only_load_ends_with_its_context(tmp_path, monkeypatch)
     assert (tmp_path / "trace").exists()
 
 
+def test_shards_without_the_shapes_of_their_parameters_are_refused(tmp_path):
+    torch.save({"optimizer_state_dict": {}}, tmp_path / SHARDS[1])
+    torch.save({"module": {}}, tmp_path / SHARDS[0])
+    with pytest.raises(UserError, match="has no param_shapes"):
+        ZeroShards(tmp_path)
+    torch.save({"param_shapes": [{"weight": torch.Size([2])}]}, tmp_path / SHARDS[0])
+    with pytest.raises(UserError, match="has no partition_count"):
+        ZeroShards(tmp_path)
+
+
 def write_shards(folder, parameters: dict[str, torch.Tensor], *, world: int, stage: int) -> None:
     """Cut parameters among ranks as DeepSpeed's stage does, with twice their values as exp_avg."""
     folder.mkdir()
@@ -233,6 +243,14 @@ def test_a_rank_whose_file_is_missing_is_noticed(tmp_path, stage):
     write_shards(tmp_path / "global_step5", parameters, world=3, stage=stage)
     (tmp_path / "global_step5" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(UserError, match="are the files of all ranks there"):
+        ZeroShards(tmp_path)
+
+
+def test_a_copy_of_another_ranks_file_is_noticed(tmp_path):
+    write_shards(tmp_path / "global_step5", {"weight": torch.rand(4, 5), "bias": torch.rand(12)}, world=3, stage=2)
+    first, last = (tmp_path / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 2))
+    shutil.copy(first, last)
+    with pytest.raises(UserError, match="elements of weight; are the files of all ranks there"):
         ZeroShards(tmp_path)
 
 
