@@ -29,12 +29,13 @@ SEAL = "sha256"
 """Of the manifest itself, in it."""
 
 
-def move_away(folder: Path) -> None:
-    """Move a folder, if there is one, to `.removed/` beside it."""
-    if folder.exists():
-        trash = folder.parent / REMOVED
-        trash.mkdir(exist_ok=True)
-        folder.rename(trash / f"{folder.name}.{time.time_ns()}")
+def move_away(folder: Path) -> Path | None:
+    """Move a folder, if there is one, to `.removed/` beside it. Returns where it is then."""
+    if not folder.exists():
+        return None
+    trash = folder.parent / REMOVED
+    trash.mkdir(exist_ok=True)
+    return folder.rename(trash / f"{folder.name}.{time.time_ns()}")
 
 
 def discard(folder: Path) -> None:
@@ -83,8 +84,13 @@ def publish(staged: Path, manifest: dict[str, Any]) -> Path:
     for folder in (*(path for path in staged.rglob("*") if path.is_dir()), staged):
         _sync_folder(folder)
     final = staged.parent.parent / staged.name
-    move_away(final)
-    staged.rename(final)
+    earlier = move_away(final)
+    try:
+        staged.rename(final)
+    except OSError:
+        if earlier:
+            earlier.rename(final)
+        raise
     _sync_folder(final.parent)
     with contextlib.suppress(OSError):  # the next save removes it
         discard(staged.parent)
@@ -100,8 +106,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def clean_up(output_dir: str | Path) -> list[Path]:
-    """Remove what killed saves left, which is returned."""
+    """Remove what killed saves left, which is returned. A checkpoint that one was about to replace comes back."""
     staging = Path(output_dir) / STAGING
+    for earlier in sorted((Path(output_dir) / REMOVED).glob("*"), reverse=True):
+        final = Path(output_dir) / earlier.stem
+        if (staging / final.name).exists() and not final.exists():
+            earlier.rename(final)
     removed = [*staging.iterdir()] if staging.is_dir() else []
     discard(staging)
     return removed

@@ -118,6 +118,25 @@ def test_a_step_saved_again_replaces_the_earlier_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_checkpoint_that_could_not_be_replaced_stays(tmp_path, monkeypatch, is_killed):
+    kept = save(tmp_path, 5, "old")
+    rename = Path.rename
+
+    def fail(path, target):
+        if path.parent.name == STAGING:
+            raise KeyboardInterrupt if is_killed else OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        save(tmp_path, 5, "new")
+    monkeypatch.undo()
+    assert kept.exists() != is_killed
+    clean_up(tmp_path)
+    assert (kept / "model.safetensors").read_text() == "old"
+
+
 @pytest.mark.parametrize(
     ("limit", "best", "left"),
     [
