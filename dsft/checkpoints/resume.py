@@ -121,12 +121,13 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         checkpoint: of ZeRO stage 1, 2 or 3.
     """
     optimizer = engine.optimizer
-    is_on_nvme = read_manifest(checkpoint).get("nvme") or getattr(optimizer, "swap_optimizer", False)
+    swaps = [getattr(optimizer, name, False) for name in ("swap_optimizer", "params_in_nvme_and_cpu")]
+    is_on_nvme = read_manifest(checkpoint).get("nvme") or any(swaps)
     is_in_two_places = hasattr(optimizer, "backup_optimizer")  # an offload's ratio below 1
     if is_on_nvme or is_in_two_places or not hasattr(optimizer, "_optimizer_step"):
         raise UserError(
-            f"{checkpoint}: is resumed only in ZeRO stage 1, 2 or 3 with states in GPU or host memory; choose such a"
-            f" zero, or {FROM_WEIGHTS}"
+            f"{checkpoint}: is resumed only in ZeRO stage 1, 2 or 3 with weights and states in GPU or host memory;"
+            f" choose such a zero, or {FROM_WEIGHTS}"
         )
     if "muon" in type(optimizer.optimizer).__name__.lower():
         raise UserError(

@@ -316,3 +316,10 @@ def test_muon_on_other_ranks_is_refused_with_its_reason(tmp_path):
     engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=muon, _optimizer_step=print))
     with pytest.raises(UserError, match="states of Muon are resumed only on the ranks"):
         restore(engine, None, str(save(tmp_path, 5)))
+
+
+@pytest.mark.parametrize("swap", ["swap_optimizer", "params_in_nvme_and_cpu"])
+def test_weights_or_states_on_nvme_are_not_restored(tmp_path, swap):
+    engine = SimpleNamespace(optimizer=SimpleNamespace(_optimizer_step=print, **{swap: True}))
+    with pytest.raises(UserError, match="with weights and states in GPU or host memory"):
+        restore(engine, None, str(save(tmp_path, 5)))
