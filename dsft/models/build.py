@@ -11,6 +11,7 @@ exceptions; what it reports is an error. A file that cannot be read is named.
 import contextlib
 import copy
 import io
+import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,6 +54,7 @@ from dsft.models.model_folder import (
     OPTIMIZER_FILES,
     adapter_base,
     described_in,
+    folder_of,
     has_only_shards,
     is_bare_config,
     is_gguf,
@@ -360,6 +362,13 @@ def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local
         problems += weight_problems(model, facts, revision=options.revision)
     if adapter and Path(adapter).exists() == local:
         problems += adapter_problems(adapter, facts.config, key=key, trust_remote_code=options.trust_remote_code)
+    for file in (folder_of(folder) / GENERATION_CONFIG_NAME for folder in (model, adapter) if folder):
+        try:
+            is_object = not file.is_file() or isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError):
+            is_object = False
+        if not is_object:  # of a model, transformers would take none; stops would be lost
+            problems.append(f"{file}: cannot be read as a JSON object; copy or download it again")
     return problems
 
 

@@ -148,6 +148,14 @@ def test_lora_leaves_the_router_of_llama_4_as_it_is(options, problems_of, tmp_pa
     assert not any("router" in name for name in load_file(tmp_path / "run" / "final" / "adapter_model.safetensors"))
 
 
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_broken_generation_config_is_named_before_stops_are_lost(problems_of, tmp_path, content):
+    model = write_model(tmp_path / "model")
+    (model / "generation_config.json").write_text(content)
+    (problem,) = problems_of(model=str(model))
+    assert f"{model}/generation_config.json: cannot be read as a JSON object" in problem
+
+
 def test_what_every_save_needs_is_tried_before_a_rank_starts(problems_of, tmp_path):
     model = write_model(tmp_path / "model", chat=True)
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
