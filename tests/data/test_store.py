@@ -181,7 +181,7 @@ def test_workers_do_not_run_the_users_program_again(tiny, tmp_path):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("moments", [[3 << 15], pytest.param([0, 1 << 16], marks=pytest.mark.exhaustive)], ids=len)
+@pytest.mark.parametrize("moments", [[1 << 15], pytest.param([0, 1 << 16], marks=pytest.mark.exhaustive)], ids=len)
 def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_path, moments):
     """Killed at some moments; the workers end too. Then it is done from the beginning, and a second time it is there
     already.
@@ -213,7 +213,8 @@ def test_a_killed_preparation_leaves_nothing_broken_and_no_process(tiny, tmp_pat
         assert least == 0 or len(_group(process.pid)) > 2, "no workers"
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert not list((tmp_path / "cache").glob("*/facts.json"))
+        finished = {path.parent.suffix for path in (tmp_path / "cache").glob("*/facts.json")}
+        assert finished <= {".partial"}  # it may just have been written, and is not in its place
         while _group(process.pid):
             assert time.monotonic() < until, "workers of a killed preparation live on"
             time.sleep(0.1)
