@@ -19,7 +19,15 @@ from dsft.config.options import Decision, TrainConfig, decide
 from dsft.data.tokens import tokenise
 from dsft.errors import UserError
 from dsft.planner.activations import attention_of
-from dsft.planner.choose import Plan, as_dict, describe_memory, longest_length, plan_evaluation, plan_flags
+from dsft.planner.choose import (
+    OFFLOAD_GAIN,
+    Plan,
+    as_dict,
+    describe_memory,
+    longest_length,
+    plan_evaluation,
+    plan_flags,
+)
 from dsft.planner.speed import CARDS, card_of
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.hardware import Machine
@@ -112,6 +120,7 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
             lines.append(time)
         lines.append(train_command(training, words))
         lines += [f"faster: {describe_way(way)}" for way in faster_ways(training, plan, machine)]
+        lines += [f"without offload: {describe_way(way)}" for way in ways_without_offload(training, plan, machine)]
         smaller = smaller_plan(run)
         if smaller:
             lines.append(f"smaller: {plan_flags(smaller, run.job)} ({describe_cost(smaller)})")
@@ -314,6 +323,15 @@ def faster_ways(options: TrainConfig, plan: Plan, machine: Machine) -> list[Alte
     if options.method == "full" and offloads(plan.deepspeed_config):
         kinds["states"] = ["bfloat16"]
     return _ways(options, machine, kinds, least_speed=CLEARLY_FASTER * plan.tokens_per_second)
+
+
+def ways_without_offload(options: TrainConfig, plan: Plan, machine: Machine) -> list[Alternative]:
+    """Find whether ranks that share each sequence need no offload, and are not slower by what offload must gain."""
+    if options.sequence_parallel == machine.ranks_per_node or not offloads(plan.deepspeed_config):
+        return []
+    kinds = {"sequence_parallel": [machine.ranks_per_node]}
+    ways = _ways(options, machine, kinds, least_speed=plan.tokens_per_second / OFFLOAD_GAIN)
+    return [way for way in ways if not offloads(way.plan.deepspeed_config)]
 
 
 def _ways(

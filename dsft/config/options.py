@@ -62,7 +62,7 @@ REFUSED_ARGUMENTS = {
     "optim_target_modules": _WHOLE_MATRICES,
     "auto_find_batch_size": "a rank that tried again with a smaller batch would leave the others waiting, and"
     " steps would contain other samples than planned; leave per_device_train_batch_size to the plan",
-    "save_on_each_node": "checkpoints are verified and resumed from one output_dir that all nodes share from",
+    "save_on_each_node": "checkpoints are verified and resumed from one output_dir that all nodes share",
 }
 """Fields of TrainingArguments that would do nothing, or something else than they promise -> why. None is taken."""
 _IGNORED = {

@@ -291,9 +291,7 @@ CLOSE_TO_UNIFORM = 0.01
 """A loss within this share of ln(vocabulary) is no better than uniform."""
 MOST_SKIPPED = 10
 MOST_SKIPPED_IN_FP16 = 17
-"""Steps that may be skipped in a row. In fp16 the first ones are, until the loss's scale fits: 17 from 65,536 to 1, and
-in the next DeepSpeed raises an error of its own.
-"""
+"""Steps that may be skipped in a row. In fp16 the first ones are, until the loss's scale fits: 17 from 65,536 to 1."""
 PEAKS = ("peak_gpu_gib", "peak_host_gib")
 
 

@@ -83,6 +83,11 @@ def test_a_faster_precision_is_named(capsys):
     assert "faster: --states bfloat16" in capsys.readouterr().out
 
 
+def test_ranks_that_share_a_sequence_are_named_in_place_of_offload(capsys):
+    main(["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100", "--seq_len", "131072"])
+    assert "without offload: --sequence_parallel 8 (" in capsys.readouterr().out
+
+
 def test_several_machines_have_a_row_each(capsys):
     rows = json.loads(printed(capsys, "--gpus", "1x4090,8xH100", "--json"))
     assert [row["machine"]["gpu_type"] for row in rows] == ["4090", "H100"] and all(row["plan"]["fits"] for row in rows)

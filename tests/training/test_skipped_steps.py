@@ -1,5 +1,7 @@
 """DeepSpeed skips steps whose gradient is infinite: dsft counts them, says them in bf16, and stops at many."""
 
+import json
+
 import pytest
 import torch
 from conftest import read_json
@@ -74,12 +76,17 @@ def test_training_that_leaves_out_every_step_stops(options, tmp_path, zero):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("zero", ["2", "3"])
-def test_fp16_training_that_finds_no_scale_stops_with_the_cause(options, tmp_path, zero):
-    """One step before DeepSpeed, at the least scale, would end by itself."""
-    case = options(tmp_path / "run", dtype="float16", zero=zero, max_steps=MOST_SKIPPED_IN_FP16 + 5)
+@pytest.mark.parametrize(
+    ("stage", "power", "steps"), [(2, 16, MOST_SKIPPED_IN_FP16), (3, 16, MOST_SKIPPED_IN_FP16), (2, 3, 5)]
+)
+def test_fp16_training_that_finds_no_scale_stops_with_the_cause(options, tmp_path, stage, power, steps):
+    """One step before DeepSpeed ends by itself at the least scale, or as it does where the first scale was small."""
+    zero = tmp_path / "zero.json"
+    zero.write_text(json.dumps({"zero_optimization": {"stage": stage}, "fp16": {"initial_scale_power": power}}))
+    case = options(tmp_path / "run", dtype="float16", zero=str(zero), max_steps=MOST_SKIPPED_IN_FP16 + 5)
     (outcome,) = on_ranks(1, train_with_infinite_gradients, case, [*range(100)], log=tmp_path / "log")
-    assert "in 17 steps in a row, up to step 17:" in outcome and "beyond the range of float16" in outcome
+    assert f"in {steps} steps in a row, up to step {steps}:" in outcome
+    assert "beyond the range of float16" in outcome
     assert "skips this optimizer step" not in (tmp_path / "log").read_text()
 
 
