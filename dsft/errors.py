@@ -132,6 +132,8 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
+        from dsft.job import beat  # here: it uses this module
+
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # a notebook's is not
                 stream.reconfigure(errors="replace")  # a terminal may not be UTF-8
@@ -151,8 +153,6 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             lines = [*map(printable, lines)]
             is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
             passed_on = [f"error: {line}" if is_error else line for line in lines]
-            from dsft.job import beat
-
             is_passed_on = beat.close(code, passed_on)
             is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
             if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):

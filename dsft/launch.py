@@ -33,8 +33,16 @@ import yaml
 
 from dsft.checkpoints.manifest import checkpoints
 from dsft.checkpoints.run_folder import FINAL, is_run, read_run
-from dsft.config.options import REMOVED_OPTIONS, EvalConfig, HostFields, LaunchOptions, TrainConfig
-from dsft.config.reader import field_types, read_config, read_file_and_flags, read_options
+from dsft.config.options import EvalConfig, HostFields, LaunchOptions, TrainConfig
+from dsft.config.reader import (
+    describe_unknown,
+    field_types,
+    own_names,
+    read_config,
+    read_options,
+    read_values,
+    training_types,
+)
 from dsft.errors import (
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
@@ -120,9 +128,8 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     problems: list[str] = []
     values, words = read_options(LaunchOptions, argv, problems)
     options = LaunchOptions(**values)
-    removed = words[0].removeprefix("--") if words else ""
-    if removed in REMOVED_OPTIONS:
-        problems.append(f"--{removed}: removed; {REMOVED_OPTIONS[removed]}")
+    if words and words[0].startswith("--"):
+        problems.append(f"{words[0]}: {describe_unknown(words[0], field_types(LaunchOptions))}")
     elif not words or words[0] not in MODULES:
         word = repr(words[0]) if words else "nothing"
         names = ", ".join(f"--{field.name}" for field in dataclasses.fields(LaunchOptions))
@@ -180,12 +187,17 @@ def launch(argv: list[str]) -> int:
     # What needs torch, a tokenizer or headers of weights; one rank alone finds it by itself, as early.
     if not nodes and num_ranks > 1 and (code := _check_as_rank_0(name, words, num_ranks)):
         return code
-    if name == "train" and "resume_from_checkpoint" not in values:
+    for note in config.notes:
+        show_text(f"dsft: note: {note}")
+    checkpoint = config.value("resume_from_checkpoint")
+    if name == "train" and checkpoint is None:
         os.environ[LAUNCH] = uuid.uuid4().hex  # a restart resumes this job's run alone
     before = file.read_bytes() if file.is_file() else None
     try:
         for attempt in range(options.max_restarts + 1):
-            if attempt and name == "train" and not _names_checkpoint_of_other_run(values, output_dir):
+            # One that began from a named checkpoint does so again while it has none of its own.
+            has_own = checkpoint in (None, "auto") or checkpoints(output_dir)
+            if attempt and name == "train" and has_own:
                 values["resume_from_checkpoint"] = "auto"  # an evaluation resumes by itself
             is_examined = (nodes or not attempt) and not options.no_preflight
             if is_examined and not _examine(options, output_dir):
@@ -204,7 +216,7 @@ def launch(argv: list[str]) -> int:
                 lost_timeout=config.lost_timeout,
             )
             code = job.run()
-            if code == EXIT_USER_ERROR and before is not None:
+            if code == EXIT_USER_ERROR and not attempt and before is not None:
                 file.write_bytes(before)  # these options were refused
             ends = (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE)
             if code in ends or job.interrupted:
@@ -276,8 +288,7 @@ def flag_words(flags: Mapping[str, object]) -> list[str]:
 def _values(name: str, words: list[str], config: TrainConfig | EvalConfig) -> dict[str, Any]:
     """The options of the job by name, as its ranks read them."""
     if name == "train":
-        in_file, flags = read_file_and_flags(words, [])
-        values = (in_file or {}) | flags
+        values = own_names(read_values(words, []), training_types(), [])
     else:  # a training's file means something else beside the flags of an evaluation
         defaults = EvalConfig()
         names = field_types(EvalConfig)
@@ -299,11 +310,6 @@ def _finished_step(file: Path, values: dict[str, Any]) -> int | None:
     ignored = {"resume_from_checkpoint": None}
     is_same = before | ignored == values | ignored
     return run["results"]["steps"] if is_same and run.get("status") == "done" else None
-
-
-def _names_checkpoint_of_other_run(values: Mapping[str, Any], output_dir: str) -> bool:
-    """Whether the training began from a named checkpoint, and has none of its own yet."""
-    return values.get("resume_from_checkpoint", "auto") not in ("auto", True) and not checkpoints(output_dir)
 
 
 def _write_options(file: Path, values: dict[str, Any], nodes: list[str]) -> None:

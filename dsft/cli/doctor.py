@@ -9,9 +9,9 @@ from rich.table import Table
 
 from dsft.cli.commands import DoctorOptions
 from dsft.config.options import EvalConfig
-from dsft.config.reader import field_types, read_file_and_flags, training_types
+from dsft.config.reader import describe_unknown, field_types, read_values, training_types
 from dsft.doctor.run import Report, examine, examine_launched
-from dsft.errors import EXIT_USER_ERROR, UserError, nearest, one_line, raise_if_any
+from dsft.errors import EXIT_USER_ERROR, UserError, one_line, raise_if_any
 from dsft.launch import hosts_of, remote_environment
 from dsft.runtime.console import show_table, show_text
 from dsft.runtime.launcher_env import map_launcher_variables
@@ -27,10 +27,9 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
         UserError: unknown options.
     """
     problems: list[str] = []
-    in_file, flags = read_file_and_flags(run_words, problems)
-    values = (in_file or {}) | flags
+    values = read_values(run_words, problems) or {}
     known = [*training_types(), *field_types(EvalConfig, DoctorOptions)]  # a preflight may be of either run
-    problems += [f"{name}: unknown key{nearest(name, known)}" for name in values if name not in known]
+    problems += [f"{name}: {describe_unknown(name, known)}" for name in values if name not in known]
     if not options.hostfile and (options.include or options.exclude):
         problems.append("--include and --exclude choose among the hosts of --hostfile; name one")
     raise_if_any(problems)

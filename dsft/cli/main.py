@@ -15,7 +15,7 @@ import sys
 
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_help, commands_help
-from dsft.config.reader import read_command, read_options
+from dsft.config.reader import read_command, read_flags, read_options
 from dsft.errors import EXIT_USER_ERROR, UserError, ends_with_clear_errors, nearest, raise_if_any
 from dsft.runtime import quick_imports, quiet_libraries
 from dsft.runtime.launcher_env import unset_single_process_env
@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> None:
 
         if name != "launch":
             words = [name, *words]
-            if not any(word.replace("-", "_").startswith("__no_preflight") for word in words):
+            flags, _ = read_flags(words, {"no_preflight": bool})
+            if not flags:
                 words.insert(0, "--no_preflight")
         sys.exit(launch(words))
     run_command(name, words)

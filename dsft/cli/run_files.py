@@ -143,7 +143,7 @@ def converted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     remarks: list[str] = []
     values: dict[str, Any] = {}
     for key, value in own_names(given, types, remarks).items():
-        if value is None or value == "" or (key == "resume_from_checkpoint" and value is False):
+        if value is None or value == "":
             continue
         if key in ("adapter", "finetuning_type") and value in ("full", "lora", "qlora"):  # axolotl, LLaMA-Factory
             values["method"] = value

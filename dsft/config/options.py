@@ -189,6 +189,10 @@ SAME_VALUES = {
     ("dtype", "fp32"): "float32",
     ("optim", "adamw"): "adamw_torch",
     ("report_to", "None"): "none",
+    ("resume_from_checkpoint", True): "auto",
+    ("resume_from_checkpoint", "true"): "auto",
+    ("resume_from_checkpoint", False): None,
+    ("resume_from_checkpoint", "false"): None,
 }
 """(option, their value) -> dsft's."""
 LEARNING_RATES = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}

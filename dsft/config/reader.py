@@ -122,8 +122,8 @@ def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: ty
     """Reads the `cls` that `argv` (and its `--config FILE`) describe; faults go to `problems`. The defaults if the file
     cannot be read, of which nothing else is said then. A mistyped option may mean one of the class `also`.
     """
-    values, flags = read_file_and_flags(argv, problems)
-    return cls() if values is None else make_config(cls, values | flags, problems, also=also)
+    values = read_values(argv, problems)
+    return cls() if values is None else make_config(cls, values, problems, also=also)
 
 
 def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also: type | None = None) -> Any:
@@ -132,10 +132,6 @@ def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also:
     all_types = training_types() if cls is TrainConfig else dsft_types
     notes: list[str] = []
     values = own_names(values, all_types, notes)
-    if values.get("resume_from_checkpoint") is True:  # the bare flag, and what transformers' own scripts take
-        values["resume_from_checkpoint"] = "auto"
-    elif values.get("resume_from_checkpoint") is False:  # auto_resume_from_checkpoints of axolotl
-        del values["resume_from_checkpoint"]
     refused: list[str] = []
     checked = check_values(values, all_types, refused, also=also)
     options: dict[str, Any] = {"notes": tuple(notes)}
@@ -185,6 +181,12 @@ def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> tuple[dict[
         return read_yaml(path, problems), flags
     problems.append("--config: needs the path of one YAML file")
     return None, flags
+
+
+def read_values(argv: Sequence[str], problems: list[str]) -> dict[str, Any] | None:
+    """Returns the options of read_file_and_flags together, of which flags win; None if the file cannot be read."""
+    in_file, flags = read_file_and_flags(argv, problems)
+    return None if in_file is None else in_file | flags
 
 
 def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
@@ -303,7 +305,7 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     fields = options_of(cls)
     for word in left:
         if word.startswith("--"):
-            problems.append(f"{word}: unknown option{nearest(word, [f'--{name}' for name in fields])}")
+            problems.append(f"{word}: {describe_unknown(word, fields)}")
     raise_if_any(problems)  # the next word may be the value of an unknown option
     words: list[Any] = left
     positional = [name for name, field in fields.items() if not field.kw_only and name not in values]
@@ -334,7 +336,7 @@ def check_values(
     for key, value in values.items():
         if key not in types_by_name:
             known = [*types_by_name, *(field_types(also) if also else ())]
-            problems.append(f"{key}: {_describe_unknown(key, known)}")
+            problems.append(f"{key}: {describe_unknown(key, known)}")
             continue
         hint = types_by_name[key]
         if value is None and (key == "report_to" or not takes_none(hint)):
@@ -342,7 +344,7 @@ def check_values(
         if isinstance(value, Repeated) and not takes_list(hint):
             problems.append(f"--{key} is given {len(value)} times ({', '.join(map(str, value))}); keep one")
             continue
-        if isinstance(value, str):
+        if isinstance(value, (str, bool)):
             value = SAME_VALUES.get((key, value), value)  # of other trainers
         try:
             value = convert(value, hint)
@@ -371,8 +373,9 @@ def own_names(values: Mapping[str, Any], known: Collection[str], notes: list[str
     return renamed
 
 
-def _describe_unknown(key: str, known: list[str]) -> str:
-    """Returns what an unknown option was once, or may mean."""
+def describe_unknown(word: str, known: Collection[str]) -> str:
+    """Returns what an unknown option, in a file or as a flag, was once or may mean."""
+    key = word.removeprefix("--").partition("=")[0].replace("-", "_")
     if key in REMOVED_OPTIONS:
         return f"removed; {REMOVED_OPTIONS[key]}"
     if key in HINTS:

@@ -108,16 +108,12 @@ def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """Yield (limit, bytes that are taken, but for caches of files) of each cgroup."""
     for folder, is_old in _cgroups("memory"):
-        limit_file = "memory.max"
-        taken_file = "memory.current"
-        prefix = ""
-        if is_old:
-            limit_file = "memory.limit_in_bytes"
-            taken_file = "memory.usage_in_bytes"
-            prefix = "total_"
-        if (limit := _read(folder / limit_file)).isdigit():  # else "max", or no such folder in this container
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_old else ("memory.max", "memory.current")
+        limit, taken = [_read(folder / name) for name in files]
+        if limit.isdigit():  # else "max", or no such folder in this container
+            prefix = "total_" if is_old else ""
             kept = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
-            yield int(limit), max(0, _number(folder / taken_file) - sum(map(int, kept)))
+            yield int(limit), max(0, int(taken or 0) - sum(map(int, kept)))
 
 
 def host_memory_bytes() -> int:
@@ -189,7 +185,8 @@ def cpu_count() -> int:
     number = len(os.sched_getaffinity(0))
     for folder, is_old in _cgroups("cpu"):  # microseconds in each period; "max" or -1 without a limit
         files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_old else ("cpu.max",)
-        if match := re.fullmatch(r"(\d+) (\d+)", " ".join(_read(folder / name) for name in files)):
+        match = re.fullmatch(r"(\d+) (\d+)", " ".join(_read(folder / name) for name in files))
+        if match:
             number = min(number, -(-int(match[1]) // int(match[2])))
     return number
 
@@ -301,12 +298,6 @@ def peak_memory_bytes() -> dict[str, int]:
 
         peak["gpu"] = torch.cuda.max_memory_allocated()
     return peak
-
-
-def _number(path: Path) -> int:
-    """Read the whole number that a file begins with ("400 Gb/sec (4X NDR)"); 0 where there is none."""
-    digits = re.match(r"\d+", _read(path))
-    return int(digits[0]) if digits else 0
 
 
 def _read(path: Path) -> str:

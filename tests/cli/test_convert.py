@@ -37,6 +37,7 @@ CASES = [
             "seq_len": 2048,
             "packing": True,
             "output_dir": "out",
+            "resume_from_checkpoint": False,
         },
         ["evals_per_epoch", "flash_attention"],
     ),

@@ -46,10 +46,11 @@ def test_a_name_of_another_trainer_is_taken_with_a_note_and_not_beside_ours():
 
 
 @pytest.mark.parametrize("name", ["resume_from_checkpoint", "auto_resume_from_checkpoints"])
-def test_a_training_that_shall_not_resume_has_no_checkpoint(name):
+@pytest.mark.parametrize(("value", "checkpoint"), [(False, None), ("false", None), (True, "auto"), ("true", "auto")])
+def test_a_switch_in_place_of_a_checkpoint_is_none_or_the_last_one(name, value, checkpoint):
     problems: list[str] = []
-    config = make_config(TrainConfig, {"model": "m", "data": "d", "output_dir": "o", name: False}, problems)
-    assert problems == [] and config.value("resume_from_checkpoint") is None
+    config = make_config(TrainConfig, {"model": "m", "data": "d", "output_dir": "o", name: value}, problems)
+    assert problems == [] and config.value("resume_from_checkpoint") == checkpoint
 
 
 def test_a_flag_given_twice_is_one_list_where_its_field_is_a_list_and_a_problem_elsewhere():
@@ -126,7 +127,7 @@ def test_words_of_a_command_may_stand_before_between_and_after_its_flags():
     ("line", "named"),
     [
         ("a b c", ["unexpected argument 'c'"]),
-        ("a b --dtyp float32", ["--dtyp: unknown option; did you mean '--dtype'?"]),
+        ("a b --dtyp float32", ["--dtyp: unknown key; did you mean 'dtype'?"]),
         (
             "a b --dtype double --parts x",
             ["dtype: invalid choice: 'double' (choose from auto, float32", "parts: expected a whole number, got 'x'"],

@@ -14,7 +14,7 @@ import yaml
 from conftest import flags, read_json
 
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.config.reader import read_config
+from dsft.config.reader import read_config, read_yaml
 from dsft.errors import UserError
 from dsft.launch import _values, forwarded, launch, read_launch
 from dsft.perplexity.of_training import read_evaluation
@@ -54,6 +54,7 @@ def test_an_evaluation_that_reads_the_file_is_the_same(words, tmp_path):
     [
         (["--num_gpus", "2"], "expected train or eval"),
         (["--slurm", "train"], "--slurm: removed; sbatch scripts/slurm"),
+        (["--num-nodes=2", "train"], "--num-nodes=2: removed; --include names the hosts"),
         (["--exclude", "node-1", "train"], "--exclude: chooses from a host file"),
         (["--hostfile=", "train"], "--hostfile: needs a value"),
     ],
@@ -69,6 +70,16 @@ def test_a_path_that_a_shell_reads_otherwise_is_refused_with_a_host_file(tmp_pat
     words = ["--model", "m", "--data", "d", "--output_dir", str(tmp_path / "my runs & more")]
     with pytest.raises(UserError, match="unquoted"):
         launch(["--hostfile", str(tmp_path / "hosts"), "--dry_run", "train", *words])
+
+
+def test_a_restart_that_is_refused_keeps_the_options_of_the_run_that_it_continues(tmp_path, monkeypatch):
+    (tmp_path / "options.yaml").write_text("model: old")
+    codes = iter([1, 2])
+    monkeypatch.setattr("dsft.launch._Job.run", lambda _: next(codes))
+    monkeypatch.setattr("dsft.launch.check_named_files", lambda _: [])
+    words = ["--model", "m", "--data", "d", "--output_dir", str(tmp_path)]
+    assert launch(["--no_preflight", "--num_gpus", "1", "--max_restarts", "1", "train", *words]) == 2
+    assert read_yaml(str(tmp_path / "options.yaml"), [])["model"] == "m"
 
 
 def test_no_secret_reaches_a_command_line():

@@ -306,11 +306,12 @@ def test_the_documents_that_changed_most_are_shown_with_their_text(tmp_path):
     ]
 
 
-def test_models_and_numbers_are_whole_in_a_narrow_terminal(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_models_and_numbers_are_whole_in_a_narrow_terminal(tmp_path, monkeypatch, capsys, columns):
     names = ["base", "runs/llama-3.1-8b-lora-a/final", "runs/llama-3.1-8b-lora-b/final"]
     for seed, model in enumerate(names):
         Results(tmp_path).add(evaluation(model, seed))
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     run_command("compare", [str(tmp_path)])
     shown = capsys.readouterr().out

@@ -6,6 +6,7 @@ import re
 import tomllib
 
 from conftest import ROOT
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from dsft.runtime import distributed, software
@@ -47,6 +48,11 @@ def test_a_run_says_at_its_start_what_was_never_tested(monkeypatch, capsys):
     distributed.require_same_start({}, [])
     expected = f"warning: never tested with peft 99.0 (tested up to {NEWEST['peft']})"
     assert capsys.readouterr().out.count(expected) == 1
+
+
+def test_deepspeed_has_the_operators_of_offloaded_optimizers():
+    for operator in ("CPUAdam", *software.ON_CPU.values()):
+        assert get_accelerator().get_op_builder(f"{operator}Builder")
 
 
 OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
