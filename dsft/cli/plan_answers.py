@@ -92,7 +92,7 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
     if options.json:
         print_json(
             {
-                "chosen": as_dict(plan) | {"reason": choice.text},
+                "chosen": as_dict(plan) | {"reason": choice.reason},
                 "candidates": [as_dict(candidate) for candidate in choice.candidates],
                 "model": dataclasses.asdict(run.job.size),
                 "machine": dataclasses.asdict(machine),
@@ -170,7 +170,6 @@ def explain(run: TrainingRun, choice: Choice) -> None:
         f" {size.num_trainable / 1e9:,.3f}",
         str(run.machine),
         choice.reason,
-        *choice.notes,
         f"to keep this plan: {plan_flags(plan, job)}",
     ]
     if not job.activations.is_measured:

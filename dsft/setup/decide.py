@@ -140,16 +140,10 @@ class Choice:
     candidates: tuple[Plan, ...]
     """The best of each configuration, with activation checkpointing and without."""
     reason: str
-    """One sentence."""
-    notes: tuple[str, ...]
-    """What else is to be known of it: what is not modelled, in what gradients are added up."""
-
-    @property
-    def text(self) -> str:
-        return " ".join([self.reason, *self.notes])
+    """Sentences: why this plan, what it does not count, in what gradients are added up."""
 
     def __repr__(self) -> str:  # of a notebook
-        return self.text
+        return self.reason
 
 
 def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[str] = ()) -> TrainingRun | None:
@@ -193,7 +187,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     decide_run(run)
     choice = distributed.on_rank_0(lambda: plan_run(run))
     run.plan = choice.plan
-    run.reason = choice.text
+    run.reason = choice.reason
     config = run.plan.deepspeed_config
     distributed.raise_together(optimizer_problems(config, has_gpu=machine.has_gpu))  # on every node
     if options.training.get("torch_compile"):
@@ -555,8 +549,7 @@ def choose_plan(
     return Choice(
         plan=plan,
         candidates=tuple(best_of_each(plans, machine)),
-        reason=reason(plan, machine, zero=zero),
-        notes=tuple(notes),
+        reason=" ".join([reason(plan, machine, zero=zero), *notes]),
     )
 
 
@@ -572,12 +565,11 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
     machine = run.machine
     zero = options.zero
     if run.checkpoint and zero == "auto":
-        folder = Path(run.checkpoint).parent
-        earlier = run_folder.read_run(str(folder)) if run_folder.is_run(folder) else {}
-        file = earlier.get("plan", {}).get("zero", "")
-        if file.endswith(".json"):  # it may have a scheduler, which nothing else compares
-            raise UserError([f"resume_from_checkpoint={run.checkpoint}: its run had zero={file}; give that again"])
-        if read_manifest(run.checkpoint).get("zero_stage") == 0:
+        manifest = read_manifest(run.checkpoint)
+        earlier = manifest.get("zero", "")
+        if earlier.endswith(".json"):  # it may have a scheduler, which nothing else compares
+            raise UserError([f"resume_from_checkpoint={run.checkpoint}: its run had zero={earlier}; give that again"])
+        if manifest.get("zero_stage") == 0:
             zero = "0"  # what was not sharded stays so
     refused = refused_candidates(run)
     choice = choose_plan(job, machine, zero=zero, zero_file=run.zero_file, left_out=refused)
@@ -596,7 +588,7 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
         way_out = "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"
         if other.fits:
             way_out = f"{other.label} would fit"
-        raise UserError([f"{choice.text} {way_out}; memory_check=false starts it all the same"])
+        raise UserError([f"{choice.reason} {way_out}; memory_check=false starts it all the same"])
     return choice
 
 

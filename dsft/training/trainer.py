@@ -161,6 +161,7 @@ class PerplexityTrainer(Trainer):
         self.learning_rates = learning_rates(options)
         self._package = (options.model, options.revision)
         self._disk = run.disk
+        self._zero = run.plan.zero
         # `prune` decides what stays. With a limit of 1 the Trainer's end would remove the newest checkpoint too.
         self.save_total_limit = args.save_total_limit
         args.save_total_limit = None
@@ -584,6 +585,7 @@ class PerplexityTrainer(Trainer):
 
         facts = {
             "step": state.global_step,
+            "zero": self._zero,
             **self.topology,
             "sequence_parallel": self.team.size,
             "run_identity": self.run_identity,

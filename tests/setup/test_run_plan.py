@@ -3,13 +3,13 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 from tiny import GATED
 
 from dsft.checkpoints.manifest import MANIFEST
-from dsft.checkpoints.run_folder import write_run
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
@@ -42,10 +42,10 @@ def chosen(facts, options: TrainConfig, *, job: Job | None = None, machine: Mach
     return plan_run(TrainingRun(options=options, machine=machine, job=job, **known))
 
 
-def checkpoint_in(folder: Path, *, world_size: int, zero_stage: int) -> str:
+def checkpoint_in(folder: Path, *, **facts: Any) -> str:
     path = folder / "checkpoint-5"
     path.mkdir()
-    (path / MANIFEST).write_text(json.dumps({"world_size": world_size, "zero_stage": zero_stage}))
+    (path / MANIFEST).write_text(json.dumps(facts))
     return str(path)
 
 
@@ -64,8 +64,7 @@ def test_a_resume_on_other_ranks_chooses_among_what_can_take_the_checkpoint_over
 def test_a_resume_of_a_run_with_a_json_of_its_own_is_asked_for_it(facts, tmp_path):
     """Its scheduler and dtype of communication would be lost."""
     options = TrainConfig(dtype="bfloat16", training={"output_dir": str(tmp_path)})
-    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1)
-    write_run(str(tmp_path), plan={"zero": "own.json"})
+    checkpoint = checkpoint_in(tmp_path, world_size=8, zero_stage=1, zero="own.json")
     with pytest.raises(UserError, match=f"{checkpoint}: its run had zero=own.json; give that again"):
         chosen(facts, options, checkpoint=checkpoint)
 
@@ -102,7 +101,7 @@ def test_offload_to_nvme_by_a_json_of_ones_own_runs_unplanned_with_one_line(fact
         content["zero_optimization"][part] = {"device": "nvme", "nvme_path": str(tmp_path)}
     options = TrainConfig(dtype="bfloat16", zero="own.json", training={"output_dir": str(tmp_path / "run")})
     choice = chosen(facts, options, zero_file=content)
-    assert choice.plan.fits and "Offload to NVMe is not planned" in choice.text
+    assert choice.plan.fits and "Offload to NVMe is not planned" in choice.reason
 
 
 def test_a_smaller_plan_takes_at_least_a_tenth_less_for_the_same_steps(tmp_path):
