@@ -42,7 +42,7 @@ def chosen(facts, options: TrainConfig, *, job: Job | None = None, machine: Mach
     return plan_run(TrainingRun(options=options, machine=machine, job=job, **known))
 
 
-def checkpoint_in(folder: Path, *, **facts: Any) -> str:
+def checkpoint_in(folder: Path, **facts: Any) -> str:
     path = folder / "checkpoint-5"
     path.mkdir()
     (path / MANIFEST).write_text(json.dumps(facts))
