@@ -134,6 +134,10 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
     def wrapped(*args, **kwargs):
         from dsft.job import beat  # here: it uses this module
 
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            if getattr(sys, name) is None:  # closed by a shell's 2>&-: the next file would be printed into
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+                setattr(sys, name, os.fdopen(descriptor, "w"))
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # a notebook's is not
                 stream.reconfigure(errors="replace")  # a terminal may not be UTF-8

@@ -376,12 +376,15 @@ def listen_for_signals() -> None:
 @contextlib.contextmanager
 def signals_save() -> Iterator[None]:
     """Note SIGTERM, and Ctrl-C where `listen_for_signals` was called, as well inside a `with`; before, they end the
-    process as usual. In the main thread only; elsewhere (a notebook's) nothing changes.
+    process as usual. In the main thread only; elsewhere (a notebook's) nothing changes. One that is ignored stays so.
     """
     numbers = []
     if threading.current_thread() is threading.main_thread():
         numbers = [signal.SIGTERM, signal.SIGINT] if _saves_at_ctrl_c else [signal.SIGTERM]
-    handlers = {number: signal.signal(number, _note_signal) for number in numbers}
+    handlers = {}
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            handlers[number] = signal.signal(number, _note_signal)
     try:
         yield
     finally:

@@ -34,16 +34,22 @@ def test_the_log_of_a_killed_rank_has_its_last_line(tmp_path):
     assert (tmp_path / LOGS / "rank_1.log").read_text().splitlines()[1:] == ["last words"]
 
 
-@pytest.mark.parametrize("screen", ["a closed pipe", "a full disk"])
+@pytest.mark.parametrize("screen", ["a closed pipe", "a full disk", "nothing"])
 def test_a_screen_that_is_gone_or_full_ends_nothing(screen):
     code = (
-        "import sys; from dsft.runtime.console import _watch_screen, show_text\n"
-        "show_text('a', file=sys.stderr); _watch_screen(None)\n"
-        "for _ in range(9): print('x' * 9999, flush=True); show_text('b', file=sys.stderr)\n"
+        "import os, sys; from dsft.errors import ends_with_clear_errors\n"
+        "from dsft.runtime.console import _watch_screen, show_text\n"
+        "def main():\n"
+        "    show_text('a', file=sys.stderr); _watch_screen(None); os.dup(2)\n"
+        "    for _ in range(9): print('x' * 9999, flush=True); show_text('b', file=sys.stderr)\n"
+        "ends_with_clear_errors(main)()\n"
     )
+    words = [sys.executable, "-c", code]
+    if screen == "nothing":
+        words = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *words]
     with open("/dev/full", "w") as full:
         target = subprocess.PIPE if screen == "a closed pipe" else full
-        with subprocess.Popen([sys.executable, "-c", code], stdout=target, stderr=target) as process:
+        with subprocess.Popen(words, stdout=target, stderr=target) as process:
             if screen == "a closed pipe":
                 process.stdout.close()
                 process.stderr.close()

@@ -129,6 +129,19 @@ def test_a_first_ctrl_c_lets_a_training_save_and_a_second_one_ends_it(monkeypatc
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_ignored_signal_stays_ignored(monkeypatch, number):
+    monkeypatch.setattr(distributed, "_is_asked", False)
+    monkeypatch.setattr(distributed, "_saves_at_ctrl_c", True)
+    before = signal.signal(number, signal.SIG_IGN)  # of a script's `trap "" TERM`, or its background jobs
+    try:
+        with distributed.signals_save():
+            os.kill(os.getpid(), number)
+            assert not distributed.is_asked_to_save()
+    finally:
+        signal.signal(number, before)
+
+
 def test_in_a_notebook_ctrl_c_stays_what_it_is(monkeypatch):
     monkeypatch.setattr(distributed, "_is_asked", False)
     monkeypatch.setattr(distributed, "_saves_at_ctrl_c", False)
