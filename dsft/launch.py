@@ -534,8 +534,7 @@ class _Job:
     def _show_errors(self) -> None:
         """Pass on what pdsh prints. A host whose ssh ends before the ranks have met ends the start."""
         for line in self.process.stderr or ():
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+            show_text(line.decode(errors="replace").rstrip(), file=sys.stderr)
             match = SESSION_ENDED.match(line)
             if match and int(match[2]) and not self.store.has_met and not self.failure:
                 host = match[1].decode()

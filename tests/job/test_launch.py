@@ -16,7 +16,7 @@ from conftest import flags, read_json
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import read_config, read_yaml
 from dsft.errors import UserError
-from dsft.launch import _values, forwarded, launch, read_launch
+from dsft.launch import _Job, _values, forwarded, launch, read_launch
 from dsft.perplexity.of_training import read_evaluation
 
 TRAIN = ["--model", "m", "--data", "d", "--output_dir", "o"]
@@ -80,6 +80,17 @@ def test_a_restart_that_is_refused_keeps_the_options_of_the_run_that_it_continue
     words = ["--model", "m", "--data", "d", "--output_dir", str(tmp_path)]
     assert launch(["--no_preflight", "--num_gpus", "1", "--max_restarts", "1", "train", *words]) == 2
     assert read_yaml(str(tmp_path / "options.yaml"), [])["model"] == "m"
+
+
+def test_what_pdsh_prints_is_read_to_its_end_without_a_screen(tmp_path, monkeypatch):
+    """Else its pipe fills, and the ranks wait for a reader."""
+    fields = {"nodes": ["a"], "store": None, "env_file": tmp_path, "saves": True, "lost_timeout": 1.0}
+    job = _Job(command=[], **fields)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        job.process = subprocess.Popen(["sh", "-c", "seq 20000 >&2"], stderr=subprocess.PIPE)
+        job._show_errors()
+        assert job.process.wait(10) == 0
 
 
 def test_no_secret_reaches_a_command_line():
