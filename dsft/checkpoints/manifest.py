@@ -29,19 +29,13 @@ SEAL = "sha256"
 """Of the manifest itself, in it."""
 
 
-def move_away(folder: Path) -> Path | None:
-    """Move a folder, if there is one, to `.removed/` beside it. Returns where it is then."""
-    if not folder.exists():
-        return None
-    trash = folder.parent / REMOVED
-    trash.mkdir(exist_ok=True)
-    return folder.rename(trash / f"{folder.name}.{time.time_ns()}")
-
-
 def discard(folder: Path) -> None:
     """Move a folder, if there is one, to `.removed/` beside it, and empty that."""
-    move_away(folder)
-    shutil.rmtree(folder.parent / REMOVED, ignore_errors=True)
+    trash = folder.parent / REMOVED
+    if folder.exists():
+        trash.mkdir(exist_ok=True)
+        folder.rename(trash / f"{folder.name}.{time.time_ns()}")
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
@@ -81,16 +75,11 @@ def publish(staged: Path, manifest: dict[str, Any]) -> Path:
         file.flush()
         os.fsync(file.fileno())
     share_files(staged)
-    for folder in (*(path for path in staged.rglob("*") if path.is_dir()), staged):
+    for folder in (*(path for path in staged.rglob("*") if path.is_dir()), staged, *staged.parents[:2]):
         _sync_folder(folder)
-    final = staged.parent.parent / staged.name
-    earlier = move_away(final)
-    try:
-        staged.rename(final)
-    except OSError:
-        if earlier:
-            earlier.rename(final)
-        raise
+    final = staged.parents[1] / staged.name
+    discard(final)
+    staged.rename(final)  # if this fails, or a kill comes before it, `clean_up` does it
     _sync_folder(final.parent)
     with contextlib.suppress(OSError):  # the next save removes it
         discard(staged.parent)
@@ -106,12 +95,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def clean_up(output_dir: str | Path) -> list[Path]:
-    """Remove what killed saves left, which is returned. A checkpoint that one was about to replace comes back."""
+    """Remove what killed saves left, which is returned. What was complete, with its manifest, moves to its name."""
     staging = Path(output_dir) / STAGING
-    for earlier in sorted((Path(output_dir) / REMOVED).glob("*"), reverse=True):
-        final = Path(output_dir) / earlier.stem
-        if (staging / final.name).exists() and not final.exists():
-            earlier.rename(final)
+    for staged in staging.glob("*/"):
+        final = Path(output_dir) / staged.name
+        if not final.exists() and not integrity_errors(staged):
+            staged.rename(final)
     removed = [*staging.iterdir()] if staging.is_dir() else []
     discard(staging)
     return removed

@@ -118,23 +118,24 @@ def test_a_step_saved_again_replaces_the_earlier_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_a_checkpoint_that_could_not_be_replaced_stays(tmp_path, monkeypatch, is_killed):
-    kept = save(tmp_path, 5, "old")
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError(5, "Input/output error")])
+def test_a_complete_save_that_did_not_get_its_name_gets_it_at_the_next_start(tmp_path, monkeypatch, fault):
+    folder = save(tmp_path, 5, "old")
+    half = write_staged(tmp_path, 10)
     rename = Path.rename
 
     def fail(path, target):
         if path.parent.name == STAGING:
-            raise KeyboardInterrupt if is_killed else OSError(5, "Input/output error")
+            raise fault
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises((KeyboardInterrupt, OSError)):
+    with pytest.raises(type(fault)):
         save(tmp_path, 5, "new")
     monkeypatch.undo()
-    assert kept.exists() != is_killed
-    clean_up(tmp_path)
-    assert (kept / "model.safetensors").read_text() == "old"
+    assert clean_up(tmp_path) == [half]
+    assert checkpoints(tmp_path) == [folder] and integrity_errors(folder, hash_tensors=True) == []
+    assert (folder / "model.safetensors").read_text() == "new"
 
 
 @pytest.mark.parametrize(

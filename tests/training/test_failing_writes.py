@@ -10,7 +10,7 @@ from conftest import flags, grid, read_json
 from failing_writes import Disk
 from ranks import on_ranks, run_entry, train
 
-from dsft.checkpoints.manifest import checkpoints, integrity_errors
+from dsft.checkpoints.manifest import checkpoints, clean_up, integrity_errors
 from dsft.errors import Unsaved
 
 ERRORS = {"full": errno.ENOSPC, "broken": errno.EIO, "read-only": errno.EROFS}
@@ -33,6 +33,7 @@ def fail_each_write_of_a_save(options: dict, error: int, every: int) -> list[tup
         counted, failed = disk.heal()
         if number:
             seen.append((failed, outcome))
+            clean_up(options["output_dir"])  # as the next start does
             assert integrity_errors(Path(options["output_dir"]) / "checkpoint-2", hash_tensors=True) == [], failed
         return counted
 
