@@ -17,7 +17,7 @@ from typing import Any
 
 from dsft.errors import UserError, one_line
 from dsft.job import beat as watchdog
-from dsft.models.model_folder import CHECKPOINT, number_in
+from dsft.models.model_folder import CHECKPOINT, number_in, read_object
 
 REMOVED = ".removed"
 STAGING = ".saving"
@@ -135,15 +135,13 @@ def bytes_of(folder: Path) -> int:
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """Return the manifest, empty where there is none. Raises ValueError where it is not what was written."""
+    """Return the manifest, empty where there is none. Raises UserError where it is not what was written."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         return {}
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(manifest, dict) or not manifest:
-        raise ValueError(f"{path} is not a JSON object, or an empty one")
-    if SEAL in manifest and manifest != sealed(manifest):
-        raise ValueError(f"{path} has changed")
+    manifest = read_object(path)
+    if not manifest or (SEAL in manifest and manifest != sealed(manifest)):
+        raise UserError(f"{path}: has changed since it was written; use another checkpoint")
     return manifest
 
 
@@ -157,13 +155,9 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
     """Return the Trainer's state that a checkpoint holds. Raises UserError where it is none."""
-    path = folder / TRAINER_STATE
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
-            raise ValueError("it names no global_step")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a Trainer's state ({error}); use another checkpoint") from None
+    state = read_object(folder / TRAINER_STATE)
+    if not isinstance(state.get("global_step"), int):
+        raise UserError(f"{folder / TRAINER_STATE}: has no global_step; use another checkpoint")
     return state
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import html
-import json
 import os
 import re
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ from dsft.checkpoints.manifest import (
 )
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError, one_line, raise_if_any
-from dsft.models.model_folder import FINAL, adapter_base, folder_of, has_only_shards, is_gguf, misnamed
+from dsft.models.model_folder import FINAL, adapter_base, folder_of, has_only_shards, is_gguf, misnamed, read_object
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import LOCK, PROBE, check_writable
 from dsft.runtime.launcher_env import ENV_FILE, LAUNCH, OPTIONS_FILE
@@ -213,14 +212,7 @@ def read_run(output_dir: str) -> dict[str, Any]:
     """Read run.json of a run. Raises UserError where the folder is not a run's, or run.json is not a JSON object."""
     if not is_run(output_dir):
         raise UserError(f"{output_dir}: is not a run folder: it has no {RUN}")
-    path = Path(output_dir) / RUN
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({error}); was it written by dsft?") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: is not a JSON object; was it written by dsft?")
-    return content
+    return read_object(Path(output_dir) / RUN)
 
 
 def read_options_of_run(output_dir: str) -> dict[str, Any]:

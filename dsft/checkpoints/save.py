@@ -115,10 +115,8 @@ class StagedSave:
 
     def _hash(self) -> dict[str, dict[str, Any]]:
         """Returns size and SHA-256 of each staged file by its path: the ranks of rank 0's node read a share each."""
-        # Ranks need not share the folder: what rank 0 sees is read by ranks that see the same one.
-        status = self.staged.stat() if self.staged.exists() else None
-        folders = distributed.from_all([status and (distributed.this_node(), status.st_dev, status.st_ino)])
-        readers = [number for number, folder in enumerate(folders) if folder == folders[0]]
+        nodes = distributed.from_all([distributed.this_node()])
+        readers = [number for number, node in enumerate(nodes) if node == nodes[0]]
         written = distributed.on_rank_0(functools.partial(files_of, self.staged))
         mine = []
         if distributed.rank() in readers:

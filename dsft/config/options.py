@@ -265,7 +265,7 @@ class LoraFields:
     """LoRA+ (arXiv 2402.12354): learning rate of the adapters' B matrices, as a multiple of learning_rate."""
     adapter: str | None = None
     """Folder or hub id of an adapter to train further; its own shape replaces the lora_* options."""
-    quantization: str = "nf4"
+    quantization: Literal["nf4", "int8"] = "nf4"
     """Format of the base model's weights with method qlora, such as nf4 or int8 (dsft/models/package.py)."""
 
 
@@ -540,7 +540,7 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     sequence_parallel: int = 1
     """Ranks that share each window, so that long ones fit: it must divide the number of ranks and the model's heads.
     batch_tokens is then of all of these ranks together."""
-    quantization: list[str] = field(default_factory=lambda: ["none"])
+    quantization: list[Literal["none", "nf4", "int8"]] = field(default_factory=lambda: ["none"])
     """Formats of the weights, each with a result of each model: none (as they are on disk), or one that is
     made while they load, nf4 or int8. A model that is quantised
     on disk (GPTQ, AWQ, FP8, a GGUF file ...) is evaluated once, as it is; reference is never quantised."""

@@ -11,7 +11,6 @@ exceptions; what it reports is an error. A file that cannot be read is named.
 import contextlib
 import copy
 import io
-import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,15 +58,16 @@ from dsft.models.model_folder import (
     is_bare_config,
     is_gguf,
     located,
+    read_object,
     step_folder,
 )
 from dsft.models.package import (
+    FORMATS,
     Quantization,
     auto_class,
     cast_weights,
     freeze_unreached,
     from_config,
-    quantization_of,
     quantization_on_disk,
     unpacking_config,
 )
@@ -126,7 +126,7 @@ def build_model(
         else:
             load_config = None
             if method == "qlora":
-                load_config = quantization_of(method, config.quantization).load_config(compute_dtype)
+                load_config = FORMATS[config.quantization].load_config(compute_dtype)
             elif method == "lora" or (quantization and quantization.is_unpacked):
                 base = adapter_base(config.model) or config.model  # of an adapter that is scored
                 load_config = unpacking_config(load_model_config(base, **source))
@@ -229,35 +229,37 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     checkpoint = Path(described_in(str(folder)))
     state: dict[str, torch.Tensor] = {}  # on rank 0 alone: no host holds it once for each of its ranks
 
-    def read() -> list[str]:
+    def read() -> set[str]:
         try:
             state.update(_zero_state(checkpoint, step_folder(folder)))
         except (OSError, MemoryError, RuntimeError, AssertionError, ValueError, KeyError) as error:  # of DeepSpeed
             raise UserError(f"model={folder}: its shards cannot be read ({one_line(error)})") from error
-        return [*state]
+        return {*state}
 
     names = distributed.on_rank_0(read)
-    if base := adapter_base(str(checkpoint)):
+    base = adapter_base(str(checkpoint))
+    if base:
         adapters = saved_lora_config(str(checkpoint))
         model = load_weights(base, **options)
         grow_for(model, str(checkpoint), adapters)
         with patches.replaced("token_rows", gathered_rows):
             model = get_peft_model(model, adapters)
-        wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     else:
         config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))
         if options["dtype"] == "auto":
             options["dtype"] = config.dtype or torch.float32
         options = {key: value for key, value in options.items() if key not in ("revision", "device_map")}
         model = from_config(config, **options)
-        saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in names}
-        wanted = dict(model.named_parameters()) | saved_buffers
     take_generation_config(unwrapped(model), checkpoint)
-    if missing := sorted(wanted.keys() - {*names}):
+    wanted = [name for name, parameter in model.named_parameters() if parameter.requires_grad or not base]
+    if missing := sorted({*wanted} - names):
         raise UserError(f"model={folder}: {_tensors(missing, 'of the model missing from its shards')}")
-    distributed.on_rank_0(partial(_check_shard_names, folder, model, state))
+    tensors = model.state_dict(keep_vars=True)
+    distributed.on_rank_0(partial(_check_shard_names, folder, tensors, state))
+    wanted += [name for name, _ in model.named_buffers() if name in names]
     with torch.no_grad():
-        for name, tensor in wanted.items():
+        for name in wanted:
+            tensor = tensors[name]
             # One weight at a time is whole on every rank; afterwards it is sharded again as rank 0 has filled it.
             with gather_params_ctx([tensor]):
                 if distributed.rank() == 0:
@@ -278,19 +280,15 @@ def _zero_state(checkpoint: Path, saved: Path) -> dict[str, torch.Tensor]:
         return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
 
 
-def _check_shard_names(folder: Path, model: PreTrainedModel, state: dict[str, torch.Tensor]) -> None:
-    """Raises UserError if a tensor of DeepSpeed's shards would not be loaded, or is tied to a different one."""
-    parameters = model.state_dict(keep_vars=True)
+def _check_shard_names(folder: Path, tensors: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    """Raises UserError if a tensor of DeepSpeed's shards is not one of the model's `tensors`, or is tied to a different
+    one.
+    """
     first_names: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        first_names.setdefault(id(parameter), name)
-    lost = []
-    for name, tensor in state.items():
-        if name not in parameters:
-            lost.append(name)
-            continue
-        first = first_names[id(parameters[name])]
-        if first != name and first in state and not torch.equal(tensor, state[first]):
+    lost = [*(state.keys() - tensors.keys())]
+    for name, tensor in tensors.items():
+        first = first_names.setdefault(id(tensor), name)
+        if first != name and {first, name} <= state.keys() and not torch.equal(state[name], state[first]):
             lost.append(name)
     if lost:
         raise UserError(
@@ -362,13 +360,13 @@ def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local
         problems += weight_problems(model, facts, revision=options.revision)
     if adapter and Path(adapter).exists() == local:
         problems += adapter_problems(adapter, facts.config, key=key, trust_remote_code=options.trust_remote_code)
-    for file in (folder_of(folder) / GENERATION_CONFIG_NAME for folder in (model, adapter) if folder):
+    for folder in filter(None, (model, adapter)):
+        file = folder_of(folder) / GENERATION_CONFIG_NAME
         try:
-            is_object = not file.is_file() or isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
-        except (OSError, ValueError):
-            is_object = False
-        if not is_object:  # of a model, transformers would take none; stops would be lost
-            problems.append(f"{file}: cannot be read as a JSON object; copy or download it again")
+            if local and file.is_file():
+                read_object(file)
+        except UserError as error:  # transformers would take none; stops would be lost
+            problems += error.problems
     return problems
 
 

@@ -41,7 +41,15 @@ from dsft.models.model_folder import (
     misnamed,
     no_model,
 )
-from dsft.models.package import GGUF, Quantization, from_config, quantization_of, quantization_on_disk, tied_weights
+from dsft.models.package import (
+    FORMATS,
+    GGUF,
+    UNPACKABLE,
+    Quantization,
+    from_config,
+    quantization_on_disk,
+    tied_weights,
+)
 from dsft.models.weight_files import has_untied_head, weight_bytes_in
 
 USUAL_MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("usual_models.json").read_text("utf-8"))
@@ -229,7 +237,7 @@ def measure_model(
         if scored or on_disk:
             size = dataclasses.replace(size, quantization=on_disk)
         # QLoRA trains over what its own package has quantised.
-        may_train = method == "lora" or (method == "qlora" and on_disk and on_disk.trainable)
+        may_train = method == "lora" or (method == "qlora" and on_disk and on_disk.is_of_linear_layers)
         if on_disk and not scored and not may_train:
             which = "which method=full cannot train" if method == "full" else "and method=qlora would do so again"
             raise UserError(
@@ -275,7 +283,7 @@ def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
     quantization = size.quantization
     if stage < 3 or not quantization or (size.lora_r and not quantization.lies_on_disk):
         return []
-    way_out = ", or dsft export, which writes a folder of unpacked weights" if quantization.can_be_unpacked else ""
+    way_out = ", or dsft export, which writes a folder of unpacked weights" if quantization.format in UNPACKABLE else ""
     return [
         f"model={model}: its weights are quantised ({quantization.format}), and transformers loads such a model whole"
         f" on every rank under ZeRO-3 (get_init_context); use zero 0 or auto{way_out}"
@@ -376,7 +384,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         vocab_size=text.vocab_size,
         max_positions=max_positions(text),
         lora_r=lora_r,
-        quantization=quantization_of(options.method, options.quantization),
+        quantization=FORMATS[options.quantization] if options.method == "qlora" else None,
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         ffn_size=ffn * (chosen if isinstance(chosen, int) else 1),

@@ -75,6 +75,17 @@ def number_in(path: Path) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", path.name)]
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file. Raises UserError, naming it, if it cannot be read or is not an object."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is not an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: cannot be read as JSON ({one_line(error)}); copy or download it again") from None
+    return content
+
+
 def adapter_description(model: str) -> dict[str, Any] | None:
     """The content of the adapter_config.json of an adapter's folder, or of the checkpoint of one whose `global_step`
     folder `model` is; None if there is no adapter.
@@ -83,11 +94,8 @@ def adapter_description(model: str) -> dict[str, Any] | None:
     file = folder_of(model) / ADAPTER_CONFIG
     if not file.is_file():
         return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read as JSON ({one_line(error)}); copy or download it again") from None
-    if not isinstance(content, dict) or not content.get("peft_type") or not content.get(BASE):
+    content = read_object(file)
+    if not content.get("peft_type") or not content.get(BASE):
         raise UserError(
             f"{file}: does not describe an adapter of peft, with peft_type and {BASE} (hub id or folder); copy or"
             " download it again"

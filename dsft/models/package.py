@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.quantizers.auto import AutoQuantizationConfig, get_hf_quantizer
 
-from dsft.errors import UserError, nearest, one_line
+from dsft.errors import UserError, one_line
 
 AUTO_CLASSES = (
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
@@ -140,10 +140,7 @@ class Quantization:
     format: str  # as the option `quantization` names it, or as the config or the file on disk does
     bits: int = 8  # of one weight in memory, without scales
     scale_bytes: float = 0.0  # of one weight, its part of the scales
-    package: str = ""  # that makes it while weights load; empty if it lies on disk
-    trainable: bool = False  # method qlora trains adapters over it
-    can_be_unpacked: bool = False
-    """Adapters are trained and evaluated over its unpacked weights, and `dsft export` writes those."""
+    lies_on_disk: bool = True  # else bitsandbytes makes it while weights load
     is_unpacked: bool = False  # transformers unpacks the weights to the model's dtype while it loads them
     disk_bytes: int | None = None  # of all weights, where they lie on disk in this format and on this machine
 
@@ -153,13 +150,11 @@ class Quantization:
         return self.bits / 8 + self.scale_bytes
 
     @property
-    def lies_on_disk(self) -> bool:
-        return not self.package
-
-    @property
     def is_of_linear_layers(self) -> bool:
-        """Whether bitsandbytes made it, which leaves what is not a linear layer as it is."""
-        return not self.lies_on_disk or self.trainable
+        """Whether bitsandbytes makes or made it, which leaves what is not a linear layer as it is. Method qlora trains
+        over it.
+        """
+        return not self.lies_on_disk or self.format == "bitsandbytes"
 
     def __str__(self) -> str:
         return self.format
@@ -168,50 +163,34 @@ class Quantization:
         """Return the configuration with which transformers loads it; None if the model's own config contains it."""
         if self.format == "gguf":
             return GgufConfig(dequantize=True)  # the same numbers with and without a kernel for packed weights
-        if self.package == "bitsandbytes" and self.bits == 8:
+        if self.lies_on_disk:
+            return None
+        if self.bits == 8:
             # Every layer warns in every forward that its inputs are cast to float16.
             logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
             return BitsAndBytesConfig(load_in_8bit=True)
-        if self.package == "bitsandbytes":
-            return BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type=self.format,
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=compute_dtype,
-                bnb_4bit_quant_storage=compute_dtype,  # so that DeepSpeed can shard the storage like any other weight
-            )
-        return None
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=self.format,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute_dtype,
+            bnb_4bit_quant_storage=compute_dtype,  # so that DeepSpeed can shard the storage like any other weight
+        )
 
 
 FORMATS = {
-    quantization.format: quantization
-    for quantization in (
-        # Double quantisation: one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3).
-        Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256), package="bitsandbytes", trainable=True),
-        Quantization(format="int8", bits=8, package="bitsandbytes", trainable=True),
-    )
+    # Double quantisation: one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3).
+    "nf4": Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256), lies_on_disk=False),
+    "int8": Quantization(format="int8", lies_on_disk=False),
 }
 """By the option `quantization`: formats that are made while weights load."""
 GGUF = Quantization(format="gguf", bits=16, is_unpacked=True)
 UNPACKABLE = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
-"""Values of `quant_method` that transformers can unpack (`dequantize` in their configuration)."""
+"""Values of `quant_method` that transformers can unpack (`dequantize` in their configuration). Adapters are trained and
+evaluated over the unpacked weights, and `dsft export` writes those.
+"""
 PACKAGES = ("bitsandbytes", "gguf", "compressed-tensors", "gptqmodel", "optimum")
 """Whose versions can change the numbers of a quantised model."""
-
-
-def quantization_of(method: str, name: str) -> Quantization | None:
-    """Return the format `name` of the base that this method trains over; None if it is not quantised.
-    Raises UserError if there is no such format.
-    """
-    if method != "qlora":
-        return None
-    if name not in FORMATS:
-        raise UserError(unknown_format(name, [*FORMATS]))
-    return FORMATS[name]
-
-
-def unknown_format(name: str, known: list[str]) -> str:
-    return f"quantization={name}: invalid choice (choose from {', '.join(known)}){nearest(name, known)}"
 
 
 def quantization_on_disk(
@@ -232,8 +211,6 @@ def quantization_on_disk(
     return Quantization(
         format=method,
         bits=bits,
-        trainable=method == "bitsandbytes",
-        can_be_unpacked=method in UNPACKABLE,
         is_unpacked=trained and method in UNPACKABLE,
         disk_bytes=disk_bytes,
     )

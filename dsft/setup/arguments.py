@@ -38,7 +38,6 @@ from dsft.errors import UserError, one_line
 from dsft.models.adapters import learning_rates
 from dsft.models.chunked_head import LEAST_VOCAB
 from dsft.models.measure import ModelFacts, ModelSize
-from dsft.models.package import FORMATS
 from dsft.models.probes import trains_in_tiles
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.planner.choose import DEFAULT_BATCH_TOKENS, Plan
@@ -316,8 +315,8 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
     needed = []
     if training.get("use_liger_kernel"):
         needed.append(("use_liger_kernel", "liger_kernel"))
-    if options.method == "qlora" and machine.has_gpu and options.quantization in FORMATS:
-        needed.append(("method=qlora", FORMATS[options.quantization].package))
+    if options.method == "qlora" and machine.has_gpu:
+        needed.append(("method=qlora", "bitsandbytes"))
     for name, package in needed:
         if importlib.util.find_spec(package) is None:
             problems.append(f"{name}: the package {package} is not installed; pip install {package.replace('_', '-')}")

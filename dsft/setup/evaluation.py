@@ -23,7 +23,7 @@ from dsft.models.model_folder import (
     is_bare_config,
     with_bases,
 )
-from dsft.models.package import FORMATS, format_problems, unknown_format
+from dsft.models.package import FORMATS, format_problems
 from dsft.models.probes import architecture_problems
 from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.tokenizer import check_tokenizer
@@ -148,10 +148,8 @@ def in_formats(candidate: Candidate, formats: list[str], problems: list[str]) ->
         formats = [UNQUANTISED]  # as it lies on disk
     candidates = []
     for name in formats:
-        quantization = size.quantization or FORMATS.get(name)
-        if name not in (UNQUANTISED, *FORMATS):
-            problems.append(unknown_format(name, [UNQUANTISED, *FORMATS]))
-        elif name in FORMATS and (is_bare_config(model) or has_only_shards(model)):
+        quantization = size.quantization if name == UNQUANTISED else FORMATS[name]
+        if name in FORMATS and (is_bare_config(model) or has_only_shards(model)):
             problems.append(
                 f"quantization={name}: weights are quantised while they load from the files of a model, and {model} has"
                 " none; name a folder or hub id (dsft export makes one of a checkpoint)"

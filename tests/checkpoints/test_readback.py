@@ -140,7 +140,7 @@ def test_nothing_that_decides_how_a_run_resumes_is_read_before_its_hash(run_of_s
     with pytest.raises(UserError, match=f"{damaged}; it is incomplete, use another or auto"):
         decided(str(newest))
     if name == "no_json":
-        with pytest.raises(UserError, match="trainer_state.json cannot be read as a Trainer's state"):
+        with pytest.raises(UserError, match="trainer_state.json: cannot be read as JSON"):
             decided(str(newest), verify_resume=False)
     with pytest.raises(UserError, match=f"{damaged}; it is damaged, use another"):
         find_weights(str(newest))

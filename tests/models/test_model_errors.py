@@ -153,7 +153,7 @@ def test_a_broken_generation_config_is_named_before_stops_are_lost(problems_of, 
     model = write_model(tmp_path / "model")
     (model / "generation_config.json").write_text(content)
     (problem,) = problems_of(model=str(model))
-    assert f"{model}/generation_config.json: cannot be read as a JSON object" in problem
+    assert f"{model}/generation_config.json: cannot be read as JSON" in problem
 
 
 def test_what_every_save_needs_is_tried_before_a_rank_starts(problems_of, tmp_path):

@@ -98,7 +98,6 @@ def test_what_cannot_be_quantised_or_sharded_is_refused_with_the_way_out(tiny, t
     fp8 = describe(shutil.copytree(plain, tmp_path / "fp8"), {"quant_method": "fp8", "weight_block_size": [16, 16]})
     new = describe(shutil.copytree(plain, tmp_path / "new"), {"quant_method": "of_tomorrow"})
     for changes, part in (
-        ({"quantization": ["nf5"]}, "quantization=nf5: invalid choice .choose from none, nf4, int8"),
         ({"quantization": ["int8"], "model": [str(plain / "config.json")]}, "has none; name a folder or hub id"),
         ({"model": [fp8], "zero": "3"}, "weights are quantised \\(fp8\\), .* under ZeRO-3 .*; use zero 0 or auto"),
         ({"model": [new]}, "quantised as of_tomorrow, which this transformers does not know"),
