@@ -112,19 +112,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def without_second_errors(problems: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Leaves out the problems of options that `known` ones name, or suggest instead of what was written: an error
-    of a default that nobody set is no news.
+    """Leaves out the problems of options that `known` ones begin with, or suggest instead of what was written: an
+    error of a default that nobody set is no news.
     """
-    named = re.compile(r"^-*(\w+)(?:[:=]| is given)|did you mean '(\w+)'")
     names: set[str] = set()
     for problem in known:
-        names.update(*named.findall(problem))
-    names.discard("")  # of the form that did not match
-    if not names:
-        return [*problems]
+        names.update(re.findall(r"(?:^-*|did you mean ')(\w+)", problem))
     # A name of one word, such as model, is a word of many sentences too.
-    words = "|".join(name if "_" in name else f"^{name}(?=[:=])" for name in sorted(names))
-    return [problem for problem in problems if not re.search(rf"(?<!\w)(?:{words})(?!\w)", problem)]
+    return [problem for problem in problems if names.isdisjoint(re.findall(r"\w+_\w+|\w+(?=[:=])", problem))]
 
 
 def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
@@ -161,8 +156,6 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
             if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
                 head = "dsft: error: " if is_error else "dsft: "
-                if is_error and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):  # https://no-color.org
-                    head = f"\033[31m{head}\033[0m"
                 print("\n".join(head + line for line in lines), file=sys.stderr, flush=True)
             if not is_rank_0:
                 time.sleep(RANK_0_SECONDS)

@@ -57,7 +57,7 @@ from dsft.errors import (
 )
 from dsft.job.beat import CAUSE, LAUNCHER_BEAT, SAVE, Cause
 from dsft.perplexity.of_training import read_evaluation
-from dsft.runtime.console import OPERATOR_LOG, show_text
+from dsft.runtime.console import show_text
 from dsft.runtime.hardware import default_ranks, has_gpu, require_seen_gpus
 from dsft.runtime.launcher_env import (
     CHECKS_ALONE,
@@ -95,10 +95,15 @@ PASSWORD_IN_URL = re.compile(r"//[^/@\s]*:[^/@\s]+@")
 
 
 def hosts_of(options: HostFields) -> dict[str, int]:
-    """The hosts on which `deepspeed --hostfile` with these options starts ranks, that of rank 0 first -> their ranks.
-    Raises UserError: a missing or malformed file, a filter for a host or slot that is not there, exclusive options.
+    """The hosts on which `deepspeed --hostfile` with these options starts ranks, that of rank 0 first -> their ranks;
+    none without a host file. Raises UserError: a missing or malformed file, a filter for a host or slot that is not
+    there, exclusive options.
     """
     hostfile = options.hostfile
+    if not hostfile:
+        if options.include or options.exclude:
+            raise UserError("--include and --exclude choose among the hosts of --hostfile; name one")
+        return {}
     if not Path(hostfile).is_file():
         raise UserError(f"--hostfile {hostfile}: no such file; write one line per node, `worker-1 slots=8`")
     if (options.include or options.exclude) and options.num_gpus:
@@ -110,9 +115,7 @@ def hosts_of(options: HostFields) -> dict[str, int]:
         hosts = runner.fetch_hostfile(hostfile)
         hosts = runner.parse_inclusion_exclusion(hosts, options.include or "", options.exclude or "")
     except ValueError as error:
-        given = [f"--{name} {getattr(options, name)}" for name in ("include", "exclude") if getattr(options, name)]
-        where = " ".join([f"--hostfile {hostfile}", *given])
-        raise UserError(f"{where}: {one_line(error)}; a line reads `worker-1 slots=8`") from error
+        raise UserError(f"--hostfile {hostfile}: {one_line(error)}; a line reads `worker-1 slots=8`") from error
     finally:
         runner.logger.disabled = False
     ranks = {host: options.num_gpus or len(slots) for host, slots in hosts.items() if slots}
@@ -137,10 +140,6 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     for name, value in vars(options).items():
         if value == "":  # "$HOSTS" of a variable that is not set: not this machine instead
             problems.append(f"--{name}: needs a value")
-    if not options.hostfile:
-        for name in ("include", "exclude"):
-            if getattr(options, name):
-                problems.append(f"--{name}: chooses from a host file; name one with --hostfile")
     raise_if_any(problems)
     name, *words = words
     if name == "eval" and words and not words[0].startswith("--") and not words[0].endswith((".yaml", ".yml")):
@@ -167,7 +166,7 @@ def launch(argv: list[str]) -> int:
         problems += without_second_errors(check_named_files(config), problems)
     raise_if_any(problems)
 
-    hosts = hosts_of(options) if options.hostfile else {}
+    hosts = hosts_of(options)
     nodes = list(hosts)
     num_ranks = sum(hosts.values()) or _local_ranks(options)
     if nodes:  # else DeepSpeed takes the first word that a shell there prints, a greeting of ~/.bashrc too
@@ -183,7 +182,10 @@ def launch(argv: list[str]) -> int:
     if name == "train" and (step := _finished_step(file, values)):
         show_text(f"dsft: {output_dir}: finished at step {step}; --overwrite trains again")
         return 0
-    os.environ.update({} if nodes else accelerator())
+    if not nodes:
+        require_seen_gpus()
+        if not has_gpu():
+            os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed warns that there is no GPU
     # What needs torch, a tokenizer or headers of weights; one rank alone finds it by itself, as early.
     if not nodes and num_ranks > 1 and (code := _check_as_rank_0(name, words, num_ranks)):
         return code
@@ -333,9 +335,8 @@ def _run_on(nodes: list[str], script: str, text: str = "") -> None:
 
 def _write_private(file: Path, text: str) -> None:
     """Write a file that nobody else may read: it may contain a token."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as opened:
-        opened.write(text)
+    file.touch(mode=0o600)
+    file.write_text(text, encoding="utf-8")
 
 
 def _check_as_rank_0(name: str, words: list[str], num_ranks: int) -> int:
@@ -354,17 +355,6 @@ def _check_as_rank_0(name: str, words: list[str], num_ranks: int) -> int:
     if result.returncode < 0:
         raise UserError(f"the check before the start was killed by signal {-result.returncode} (9: out of memory)")
     return result.returncode
-
-
-def accelerator() -> dict[str, str]:
-    """The variables by which DeepSpeed knows that there is no GPU, and torch does not warn of it in each process.
-    Raises UserError: there are GPUs that torch does not see.
-    """
-    require_seen_gpus()
-    if has_gpu():
-        return {}
-    logs = [os.environ.get("TORCH_LOGS"), f"-{OPERATOR_LOG}"]
-    return {"DS_ACCELERATOR": "cpu", "TORCH_LOGS": ",".join(filter(None, logs))}
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,39 +1,9 @@
-"""How errors look: red on a terminal, plain in files and where NO_COLOR asks for it."""
-
-import io
+"""How errors and commands look on a terminal."""
 
 import pytest
 
 from dsft.errors import UserError, ends_with_clear_errors, one_line, shown_command
 from dsft.runtime.console import show_text
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize(
-    ("stream", "no_color", "expected"),
-    [
-        (Terminal, "", "\033[31mdsft: error: \033[0mmodel: missing\n"),
-        (Terminal, "1", "dsft: error: model: missing\n"),
-        (io.StringIO, "", "dsft: error: model: missing\n"),
-    ],
-)
-def test_errors_are_red_on_a_terminal_alone(monkeypatch, stream, no_color, expected):
-    @ends_with_clear_errors
-    def main():
-        raise UserError(["model: missing"])
-
-    screen = stream()
-    monkeypatch.setattr("sys.stderr", screen)
-    monkeypatch.setenv("NO_COLOR", no_color)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2 and screen.getvalue() == expected
 
 
 def test_escape_sequences_of_other_people_s_texts_do_not_reach_the_terminal(capsys, monkeypatch):

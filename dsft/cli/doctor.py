@@ -30,8 +30,6 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
     values = read_values(run_words, problems) or {}
     known = [*training_types(), *field_types(EvalConfig, DoctorOptions)]  # a preflight may be of either run
     problems += [f"{name}: {describe_unknown(name, known)}" for name in values if name not in known]
-    if not options.hostfile and (options.include or options.exclude):
-        problems.append("--include and --exclude choose among the hosts of --hostfile; name one")
     raise_if_any(problems)
     output_dir = str(values.get("output_dir") or "")
     if not options.hostfile:
@@ -39,7 +37,7 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
     is_launched = not options.hostfile and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
     if is_launched:
         _run_as_rank(options, output_dir)
-    nodes = hosts_of(options) if options.hostfile else {"localhost": options.num_gpus}
+    nodes = hosts_of(options) or {"localhost": options.num_gpus}
     report = examine(
         nodes,
         variables=remote_environment(os.environ) if options.hostfile else None,
@@ -71,7 +69,7 @@ def _run_as_rank(options: DoctorOptions, output_dir: str) -> None:
 def deliver(report: Report, options: DoctorOptions) -> None:
     """Prints the report as the options ask."""
     if options.json:
-        print(json.dumps(report.as_dict(), indent=2), flush=True)
+        show_text(json.dumps(report.as_dict(), indent=2))
     else:
         show(report, only_findings=options.only_findings)
 
@@ -79,9 +77,7 @@ def deliver(report: Report, options: DoctorOptions) -> None:
 def show(report: Report, *, only_findings: bool) -> None:
     """Prints a row for each node, the rates, and each finding with its fix."""
     if report.facts and not only_findings:
-        table = Table(caption="GiB free", caption_justify="left")
-        for name in COLUMNS:
-            table.add_column(name)
+        table = Table(*COLUMNS, caption="GiB free", caption_justify="left")
         for node, facts in report.facts.items():
             gpus = facts["gpus"]
             versions = facts["versions"]

@@ -224,6 +224,6 @@ def run_compare(options: CompareOptions) -> None:
 
     comparisons = compare_results(read_evaluations(options.results), base=options.base, group_by=options.group_by)
     if options.json:
-        print(json.dumps({"comparisons": finite([dataclasses.asdict(each) for each in comparisons])}))
+        show_text(json.dumps({"comparisons": finite([dataclasses.asdict(each) for each in comparisons])}))
     else:
         show_table(comparisons.overview())

@@ -8,8 +8,6 @@ dsft --version
 
 import errno
 import importlib
-import os
-import select
 import signal
 import sys
 
@@ -88,13 +86,6 @@ def run_command(name: str, words: list[str]) -> None:
         room = importlib.import_module(module)
     try:
         getattr(room, function)(*arguments)
-    except BrokenPipeError:
-        output = select.poll()
-        output.register(1, 0)
-        if not output.poll(0):  # another pipe broke than stdout
-            raise
-        # `dsft plan --json | head`: nobody reads on. Python would flush once more at its exit.
-        os._exit(128 + signal.SIGPIPE)
     except OSError as error:  # what a command reads or writes is what its words name
         if error.filename is None and error.errno not in FULL:
             raise

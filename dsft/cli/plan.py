@@ -51,7 +51,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
     """Return the machines that the hardware options describe: this one, or one for each entry of --gpus. Raises
     UserError for an impossible number, a text that cannot be read, and GPUs of this machine that torch does not see.
     """
-    hosts = hosts_of(HostFields(hostfile=options.hostfile)) if options.hostfile else {}
+    hosts = hosts_of(HostFields(hostfile=options.hostfile))
     if hosts and options.nodes != 1:
         raise UserError(f"--nodes {options.nodes}: --hostfile {options.hostfile} has {len(hosts)}; keep one")
     if options.nodes < 1:

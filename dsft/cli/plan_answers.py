@@ -77,7 +77,7 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
 
 
 def print_json(content: Any) -> None:
-    print(json.dumps(content, indent=2))
+    show_text(json.dumps(content, indent=2))
 
 
 def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRun, words: Sequence[str]) -> bool:

@@ -3,8 +3,11 @@
 import math
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
+import numpy
 import pandas
+from numpy.typing import ArrayLike
 
 from dsft.units import in_digits
 
@@ -33,50 +36,41 @@ class Curve:
     """
 
 
-@dataclass(frozen=True)
-class Axis:
-    """Values from `low` to `high`, at places from `start` to `end` of the picture."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def place(self, value: float) -> float:
-        share = (value - self.low) / ((self.high - self.low) or 1.0)
-        return self.start + share * (self.end - self.start)
-
-
 def draw(curves: list[Curve]) -> str:
     """Return the SVG of some curves, at least one of which has a point."""
-    xs = [x for curve in curves for x, _ in curve.points]
-    ys = [y for curve in curves for _, y in curve.points]
-    margin = 0.05 * (max(ys) - min(ys)) or 0.05 * abs(max(ys)) or 1.0
-    across = Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT)
-    up = Axis(min(ys) - margin, max(ys) + margin, HEIGHT - BOTTOM, TOP)
+    points = numpy.concatenate([curve.points for curve in curves])
+    first, low = points.min(axis=0)
+    last, high = points.max(axis=0)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+
+    def across(x: ArrayLike) -> Any:
+        return numpy.interp(x, [first, last], [LEFT, WIDTH - RIGHT])
+
+    def up(y: ArrayLike) -> Any:
+        return numpy.interp(y, [low - margin, high + margin], [HEIGHT - BOTTOM, TOP])
+
     parts = []
-    for value in round_numbers(min(ys), max(ys)):
-        y = up.place(value)
+    for value in round_numbers(low, high):
+        y = up(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in round_numbers(min(xs), max(xs)):
-        x = across.place(value)
+    for value in round_numbers(first, last):
+        x = across(value)
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{short(value)}</text>')
     for curve in curves:
         every = math.ceil(len(curve.points) / MOST_POINTS)
-        xs = [x for x, _ in curve.points[::every]]
-        ys = [y for _, y in curve.points[::every]]
+        xs, ys = numpy.transpose(curve.points[::every])
         colour = f"var(--series-{curve.colour % NUM_COLOURS})"
         lines = {f"stroke:{colour};stroke-width:2": ys}
         if not curve.has_dots and len(ys) > SMOOTHED:
             smooth = pandas.Series(ys).rolling(SMOOTHED, center=True, min_periods=1).mean()
             lines = {f"stroke:{colour};stroke-width:1;opacity:.35": ys, f"stroke:{colour};stroke-width:2": smooth}
         for style, values in lines.items():
-            places = [f"{across.place(x):.1f},{up.place(y):.1f}" for x, y in zip(xs, values, strict=True)]
+            places = [f"{x:.1f},{y:.1f}" for x, y in zip(across(xs), up(values), strict=True)]
             parts.append(f'<polyline points="{" ".join(places)}" style="fill:none;stroke-linejoin:round;{style}"/>')
         for x, y in curve.points if curve.has_dots else ():
             text = escape(f"{curve.name}: {in_digits(y)} at {x:,.0f} tokens")
-            place = f'cx="{across.place(x):.1f}" cy="{up.place(y):.1f}"'
+            place = f'cx="{across(x):.1f}" cy="{up(y):.1f}"'
             parts.append(f'<circle {place} r="4" style="fill:{colour}"><title>{text}</title></circle>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
 
@@ -90,9 +84,8 @@ def short(value: float) -> str:
 
 
 def round_numbers(low: float, high: float) -> list[float]:
-    """Return about five round numbers from low to high."""
+    """Return about five numbers from low to high, multiples of a step with one digit."""
     if low == high:
         return [low]
-    power = 10.0 ** math.floor(math.log10((high - low) / 4))
-    step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= (high - low) / 4)
+    step = float(f"{(high - low) / 4:.0e}")
     return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import pandas
 import yaml
+from markupsafe import Markup
 
 from dsft.checkpoints.run_folder import METRICS, read_options_of_run, read_run, samples_in
 from dsft.errors import UserError
@@ -87,6 +89,7 @@ def write_report(folders: list[str], out: str | None = None) -> Path:
     path = Path(out).expanduser() if out else runs[0].folder / PAGE
     template = resources.files("dsft.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters["table"] = html_table
     html = environment.from_string(template).render(
         title=" · ".join(run.name for run in runs),
         headline=headline(runs),
@@ -100,11 +103,15 @@ def write_report(folders: list[str], out: str | None = None) -> Path:
     return path
 
 
-def headline(runs: list[Run]) -> list[list[str]]:
-    """Return the rows at the top: a column for each run."""
-    columns = [run_summary(run) for run in runs]
-    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    return [["", *(run.name for run in runs)], *(row for row in rows if any(row[1:]))]
+def html_table(frame: pandas.DataFrame) -> Markup:
+    # By its own formatters pandas would cut long texts and escape line breaks.
+    return Markup(frame.to_html(index=False, border=0, formatters=[str] * frame.shape[1]))
+
+
+def headline(runs: list[Run]) -> pandas.DataFrame:
+    """Return the table at the top: a column for each run."""
+    frame = pandas.DataFrame({run.name: run_summary(run) for run in runs})
+    return frame[(frame != "").any(axis=1)].reset_index(names="")
 
 
 def run_summary(run: Run) -> dict[str, str]:
@@ -162,7 +169,7 @@ def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
     return curves
 
 
-def perplexities(runs: list[Run]) -> dict[str, list[list[str]]]:
+def perplexities(runs: list[Run]) -> dict[str, pandas.DataFrame]:
     """Return a table for each folder of results of several models, in a run's folder or beside it."""
     folders = set()
     for run in runs:
@@ -174,33 +181,26 @@ def perplexities(runs: list[Run]) -> dict[str, list[list[str]]]:
             comparisons = compare_results(read_evaluations([str(folder)]))
         except UserError:  # of one model, or of different texts
             continue
-        rows = [each.row() for each in comparisons]
-        tables[f"Perplexity: {folder}"] = [[*rows[0]], *([*row.values()] for row in rows)]
-        examples = [[model, which, f"{number}", text] for model, which, number, text in comparisons.examples()]
-        if examples:
-            header = ["model", "document that", "number", "text"]
-            tables[f"Documents that changed most: {folder}"] = [header, *examples]
+        tables[f"Perplexity: {folder}"] = pandas.DataFrame([each.row() for each in comparisons])
+        examples = pandas.DataFrame(comparisons.examples(), columns=["model", "document that", "number", "text"])
+        if not examples.empty:
+            tables[f"Documents that changed most: {folder}"] = examples
     return tables
 
 
-def tables(runs: list[Run]) -> dict[str, list[list[str]]]:
+def tables(runs: list[Run]) -> dict[str, pandas.DataFrame]:
     """Return the other tables by their titles; those without a row are left out."""
-    tables: dict[str, list[list[str]]] = {}
-    configs = [run.facts["config"] for run in runs]
-    differing = []
-    for name in sorted(set().union(*configs)):
-        cells = [str(config.get(name, "")) for config in configs]
-        if len(set(cells)) > 1:
-            differing.append([name, *cells])
-    tables["What differs between the runs"] = differing
+    configs = pandas.DataFrame({run.name: run.facts["config"] for run in runs}).fillna("").astype(str)
+    differing = configs[configs.nunique(axis=1) > 1].reset_index(names="")
+    tables = {"What differs between the runs": differing}
     for run in runs:
-        rows = tables[f"Samples of {run.name}"] = []
+        samples = []
         for entry in run.log:
-            rows += [[f"step {entry['step']:,}", prompt, answer] for prompt, answer in samples_in(entry)]
-        counts = run.facts.get("data") or {}
-        rows = [[name.replace("_", " "), f"{value}"] for name, value in counts.items() if value]
-        tables[f"Training data of {run.name}"] = rows
-    return {title: rows for title, rows in tables.items() if rows}
+            samples += [(f"{entry['step']:,}", *sample) for sample in samples_in(entry)]
+        tables[f"Samples of {run.name}"] = pandas.DataFrame(samples, columns=["step", "prompt", "answer"])
+        counts = [(name.replace("_", " "), value) for name, value in (run.facts.get("data") or {}).items() if value]
+        tables[f"Training data of {run.name}"] = pandas.DataFrame(counts, columns=["", "number"])
+    return {title: frame for title, frame in tables.items() if not frame.empty}
 
 
 def folded(runs: list[Run]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 import warnings
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -111,16 +112,20 @@ def show_table(table: "Table") -> None:
 def show_text(text: str, *, file: TextIO | None = None) -> None:
     """Print a text to the screen and the rank's log file. What cannot be printed is dropped."""
     screen = file or sys.stdout
-    try:
+    with _printing_on(screen):
         print(printable(text), file=screen, flush=True)
+
+
+@contextlib.contextmanager
+def _printing_on(screen: TextIO) -> Iterator[None]:
+    """Let what is printed inside a `with` and after it vanish if it cannot be printed: a closed pipe or terminal, or a
+    full disk, must not end a training.
+    """
+    try:
+        yield
     except OSError:
-        _drop(screen)
-
-
-def _drop(screen: TextIO) -> None:
-    """Let what is printed from now on vanish: a closed pipe or terminal, or a full disk, must not end a training."""
-    with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as null:
-        os.dup2(null.fileno(), screen.fileno())
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), screen.fileno())
 
 
 LOGS = "logs"  # folder in the run's, with a file per rank, on its node: `rank_3.log`
@@ -137,27 +142,16 @@ class _Both:
         self.file = file
 
     def write(self, text: str) -> int:
-        if "\r" not in text:  # a bar
-            self.write_to_file(text)
-        try:
-            self.screen.write(text)
-        except OSError:
-            _drop(self.screen)
-        return len(text)
-
-    def write_to_file(self, text: str) -> None:
-        if self.file:
+        if self.file and "\r" not in text:  # a bar
             with contextlib.suppress(OSError):
                 self.file.write(COLOUR.sub("", text))
+        with _printing_on(self.screen):
+            self.screen.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        if self.file:
-            with contextlib.suppress(OSError):
-                self.file.flush()
-        try:
+        with _printing_on(self.screen):
             self.screen.flush()
-        except OSError:
-            _drop(self.screen)
 
     def __getattr__(self, name: str):
         return getattr(self.screen, name)

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import io
 import itertools
 import os
@@ -49,7 +48,6 @@ from dsft.runtime.launcher_env import (
     world_size,
 )
 from dsft.runtime.software import TESTED_PACKAGES, code_hash, numeric_versions, untested_versions
-from dsft.units import plural
 
 if TYPE_CHECKING:
     import torch
@@ -444,7 +442,7 @@ SAME_OPTIONS = (
 SAME_FILES = "copy the same files to every node, or mount one folder"
 SAME_CODE = "copy one checkout to every node, or mount it there"
 SAME_LIBRARIES = "on every node: pip install -c constraints.txt -e ."
-LONGEST_VALUE = 80  # characters of a value in a message; of a longer one its beginning and a hash
+LONGEST_VALUE = 80  # characters of a value in a message; of a longer one its beginning
 NOT_SET = "not set"
 
 
@@ -462,32 +460,21 @@ def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
 
 
 def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare facts over all ranks: what the user can do about a difference -> name -> value on this rank. Collective.
-    Raises UserError, on every rank, with a line for each fact that differs: its values and their hosts.
+    """Compare facts with those of rank 0: what the user can do about a difference -> name -> value on this rank.
+    Collective. Raises UserError, on every rank, with a line for each fact that differs: both values, and a host.
     """
-    mine = {}
+    remedies = {}
+    values = {}
     for remedy, facts in facts_by_remedy.items():
         for name, value in facts.items():
-            text = NOT_SET if value is None else str(value)  # plain values only: a rank with other code reads them too
-            if len(text) > LONGEST_VALUE:
-                text = f"{text[:LONGEST_VALUE]}... (hash {hashlib.sha256(text.encode()).hexdigest()[:12]})"
-            mine[name] = (text, remedy)
-    ranks = from_all([(socket.gethostname(), rank(), mine)])
-    names = {}
-    for _, _, facts in ranks:
-        names |= dict.fromkeys(facts)
+            remedies[name] = remedy
+            values[name] = NOT_SET if value is None else str(value)  # a rank with other code reads a text, too
+    of_rank_0, remedies_of_rank_0 = on_rank_0(lambda: (values, remedies))
     problems = []
-    for name in names:
-        places_of_value = defaultdict(list)
-        remedy = ""
-        for host, number, facts in ranks:
-            value, remedy = facts.get(name, (NOT_SET, remedy))
-            places_of_value[value].append(f"{host} (rank {number})")
-        if len(places_of_value) == 1:
-            continue
-        values = []
-        for value, places in places_of_value.items():
-            more = f" and {plural(len(places) - 1, 'other rank')}" if len(places) > 1 else ""
-            values.append(f"{value} on {places[0]}{more}")
-        problems.append(f"{name} differs between the ranks: {', '.join(values)}; {remedy}")
-    raise_if_any(problems)
+    for name, remedy in (remedies_of_rank_0 | remedies).items():
+        value = values.get(name, NOT_SET)
+        other = of_rank_0.get(name, NOT_SET)
+        if value != other:
+            both = f"{other[:LONGEST_VALUE]} on rank 0, and {value[:LONGEST_VALUE]}"
+            problems.append(f"{name} differs between the ranks: {both}; {remedy}")
+    raise_together(problems)

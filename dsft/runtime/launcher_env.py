@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from dsft.errors import UserError, raise_if_any
+from dsft.errors import UserError
 
 # Variables that `dsft launch` sets.
 LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts tell their own run from the one that `overwrite` replaces
@@ -75,19 +75,6 @@ def interface_error() -> str:
     return ""
 
 
-def check_environment(given: Mapping[str, str]) -> None:
-    """Check the variables that are read as numbers or names, before anything reads them (UserError)."""
-    problems = [
-        f"{name}={given[name]} in the environment: must be a whole number; unset it, or start dsft through a launcher"
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-        if not given.get(name, "0").strip().isdecimal()
-    ]
-    accelerator = given.get("DS_ACCELERATOR", "cpu")
-    if accelerator not in ("cuda", "cpu"):
-        problems.append(f"DS_ACCELERATOR={accelerator} in the environment: must be cuda or cpu, or unset to find GPUs")
-    raise_if_any(problems)
-
-
 def unset_single_process_env() -> None:
     """Remove the variables of a single process, which a notebook that trained leaves to the commands it starts."""
     # A pod alone in its job has no LOCAL_RANK, and needs the others.
@@ -98,10 +85,8 @@ def unset_single_process_env() -> None:
 
 def map_launcher_variables() -> None:
     """Set RANK, WORLD_SIZE and the others where only MPI's or SLURM's own are there. Safe to call again. Raises
-    UserError: a value that cannot be used; an interface that does not exist; MPI over several nodes without
-    MASTER_ADDR, which only the user knows.
+    UserError: an interface that does not exist; MPI over several nodes without MASTER_ADDR, which only the user knows.
     """
-    check_environment(os.environ)
     if problem := interface_error():
         raise UserError(problem)
     for name in LEFT_OVER:

@@ -1,7 +1,5 @@
 import importlib.metadata
 import json
-import os
-import signal
 import subprocess
 import sys
 
@@ -9,7 +7,6 @@ import pytest
 from ranks import run_entry
 from tiny import ARCHITECTURES, write_model, write_texts
 
-from dsft.cli.commands import COMMANDS, Command, PlanOptions
 from dsft.cli.main import main, run_command
 from dsft.errors import UserError
 
@@ -28,30 +25,6 @@ def test_plan_prints_a_table_and_nothing_else(run, tmp_path, is_launched):
 def test_the_version_is_that_of_the_package(capsys):
     main(["--version"])
     assert capsys.readouterr().out == f"dsft {importlib.metadata.version('dsft')}\n"
-
-
-def test_a_command_whose_output_nobody_reads_on_ends_without_a_traceback():
-    """As `dsft compare results --json | head` does."""
-    unread, output = os.pipe()
-    os.close(unread)
-    code = (
-        "from dsft.cli.commands import COMMANDS, Command, PlanOptions; from dsft.cli.main import main\n"
-        "COMMANDS['plan'] = Command('prints', 'builtins:print', PlanOptions)\n"
-        "main(['plan'])"
-    )
-    done = subprocess.run([sys.executable, "-u", "-c", code], stdout=output, stderr=subprocess.PIPE, text=True)
-    os.close(output)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
-
-
-def test_another_broken_pipe_than_that_of_stdout_is_raised(monkeypatch):
-    def break_pipe(_):
-        raise BrokenPipeError("of a data worker")
-
-    monkeypatch.setattr("dsft.cli.plan_answers.answer", break_pipe, raising=False)
-    monkeypatch.setitem(COMMANDS, "plan", Command("breaks", "dsft.cli.plan_answers:answer", PlanOptions))
-    with pytest.raises(BrokenPipeError, match="of a data worker"):
-        run_command("plan", [])
 
 
 LONG = "x" * 300

@@ -13,10 +13,10 @@ import pytest
 import yaml
 from conftest import flags, read_json
 
-from dsft.config.options import EvalConfig, TrainConfig
+from dsft.config.options import EvalConfig, LaunchOptions, TrainConfig
 from dsft.config.reader import read_config, read_yaml
 from dsft.errors import UserError
-from dsft.launch import _Job, _values, forwarded, launch, read_launch
+from dsft.launch import _Job, _values, forwarded, hosts_of, launch, read_launch
 from dsft.perplexity.of_training import read_evaluation
 
 TRAIN = ["--model", "m", "--data", "d", "--output_dir", "o"]
@@ -55,13 +55,17 @@ def test_an_evaluation_that_reads_the_file_is_the_same(words, tmp_path):
         (["--num_gpus", "2"], "expected train or eval"),
         (["--slurm", "train"], "--slurm: removed; sbatch scripts/slurm"),
         (["--num-nodes=2", "train"], "--num-nodes=2: removed; --include names the hosts"),
-        (["--exclude", "node-1", "train"], "--exclude: chooses from a host file"),
         (["--hostfile=", "train"], "--hostfile: needs a value"),
     ],
 )
 def test_a_launch_that_cannot_be_is_refused(words, named):
     with pytest.raises(UserError, match=re.escape(named)):
         read_launch(words)
+
+
+def test_hosts_to_leave_out_need_a_host_file():
+    with pytest.raises(UserError, match="choose among the hosts of --hostfile"):
+        hosts_of(LaunchOptions(exclude="node-1"))
 
 
 def test_a_path_that_a_shell_reads_otherwise_is_refused_with_a_host_file(tmp_path, monkeypatch):

@@ -14,7 +14,6 @@ from conftest import ROOT
 from dsft.cli.commands import PlanOptions
 from dsft.cli.plan import read_machines
 from dsft.errors import UserError
-from dsft.launch import accelerator
 from dsft.runtime import hardware
 from dsft.runtime.hardware import (
     ask_gpu,
@@ -52,7 +51,7 @@ def test_a_machine_without_a_driver_counts_its_ranks_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("start", [require_seen_gpus, accelerator, lambda: read_machines(PlanOptions())])
+@pytest.mark.parametrize("start", [require_seen_gpus, lambda: read_machines(PlanOptions())])
 @pytest.mark.usefixtures("gpus_of_the_driver")
 def test_gpus_that_torch_does_not_see_are_named(start):
     with pytest.raises(UserError, match="does not see; it is .* DS_ACCELERATOR=cpu"):
