@@ -575,7 +575,7 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
     choice = choose_plan(job, machine, zero=zero, zero_file=run.zero_file, left_out=refused)
     config = choice.plan.deepspeed_config
     problems = arguments.check_zero_file(config, dataclasses.replace(options, zero=choice.plan.zero), machine)
-    hpz_ranks = get_value(config, "zero_optimization.zero_hpz_partition_size") or 1
+    hpz_ranks = int(get_value(config, "zero_optimization.zero_hpz_partition_size") or 1)  # DeepSpeed reads "8" too
     # groups.py, _create_zero_param_parallel_group, asserts it.
     if stage(config) == 3 and machine.world_size % min(hpz_ranks, machine.world_size):
         problems.append(
