@@ -1,7 +1,7 @@
-"""Bytes that autograd keeps of one token, layer by layer: the real model runs forward over torch's fake tensors (shapes
-without memory), and saved_tensors_hooks note each storage that a backward would need.
+"""Activation bytes per token that autograd saves, layer by layer: the real model runs forward over torch's fake tensors
+(shapes without memory), and saved_tensors_hooks record each storage that the backward would need.
 
-Layers that are alike run once. What a backward makes for a moment, and what the head takes, are formulas in memory.py.
+Identical layers run once. Temporary memory of a backward, and that of the head, are formulas in memory.py.
 
 Shape suffixes: B batch, N heads, T time, D head dim.
 """
@@ -24,24 +24,24 @@ from dsft.models.measure import ModelFacts, decoder_layers, empty_model
 from dsft.planner.memory import Job
 
 Attention = Literal["flash", "sdpa", "eager"]
-"""flash: flash_attention_2, or sdpa where no mask is given. sdpa: sdpa with a mask (padding, sliding window). eager:
-plain products.
+"""flash: flash_attention_2, or sdpa without a mask. sdpa: sdpa with a mask (padding, sliding window). eager: plain
+matrix products.
 """
 MEASURED_BATCHES = (1, 3)
-"""Sequences of the two micro batches that run: what a batch takes is a line through them."""
+"""Sequences of the two micro batches that run: bytes are linear in the batch."""
 MEASURED_TOKENS = 256
-"""Of a sequence where attention holds no matrix, so that bytes grow with the tokens: longer ones only take longer."""
+"""Of a sequence if attention materialises no matrix: bytes are then linear in tokens, and longer ones only cost time."""
 SCANNED = ("falcon_mamba", "jamba", "mamba", "rwkv", "zamba")
-"""Architectures that compute one position after the other."""
+"""Architectures that process one position after the other."""
 SCANNED_TOKENS = 16
 UNMEASURABLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a model's own code raises if it does not run over fake tensors."""
+"""Raised by models whose code does not run over fake tensors."""
 LIGER_MODELS = {
     *("exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "llama", "llama4_text", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2"),
     *("qwen3", "qwen3_moe", "qwen3_next", "smollm3"),
 }
-"""Language models that Liger has kernels for (MODEL_TYPE_TO_APPLY_LIGER_FN); in others it changes nothing."""
+"""Language models with Liger kernels (MODEL_TYPE_TO_APPLY_LIGER_FN); in others it changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +49,18 @@ class Activations:
     """Bytes of one token on one GPU."""
 
     layers: tuple[float, ...]
-    """Kept for the backward of each layer that is not checkpointed."""
+    """Saved by each layer that is not checkpointed."""
     layers_zero_3: tuple[float, ...]
-    """The same with DeepSpeed's linear layers of ZeRO-3, which keep the inputs of frozen weights too."""
+    """The same with DeepSpeed's linear layers of ZeRO-3, which also save the inputs of frozen weights."""
     layers_fixed: tuple[float, ...]
-    """The same, of a micro batch of any size: weights that are merged with adapters."""
+    """Saved for a micro batch of any size: weights merged with adapters."""
     is_measured: bool = True
-    """False if the model's code does not run without values, and a Llama of its widths is taken."""
+    """False if the model's code does not run over fake tensors, and a Llama of its widths stands in."""
 
 
 def attention_of(facts: ModelFacts, *, seq_len: int, masked: bool) -> Attention:
-    """Return what attention holds: transformers leaves sdpa's mask out only where a batch has none and no sliding
-    window is reached.
+    """Return how attention uses memory: transformers passes sdpa no mask only if a batch has none and is shorter than a
+    sliding window.
     """
     if facts.attn_implementation != "sdpa":
         return "eager" if facts.attn_implementation == "eager" else "flash"
@@ -69,7 +69,7 @@ def attention_of(facts: ModelFacts, *, seq_len: int, masked: bool) -> Attention:
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps what the CUDA kernels behind scaled_dot_product_attention keep, and computes nothing."""
+    """Saves what the CUDA kernels behind scaled_dot_product_attention save, and computes nothing."""
 
     @staticmethod
     def forward(ctx, query_BNTD, key_BNTD, value_BNTD, bias_B1TT):
@@ -81,7 +81,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _fused_attention(module, query, key, value, attention_mask, **_):
-    """As transformers/integrations/sdpa_attention.py: with a mask, keys and values are repeated, and it is a bias."""
+    """As transformers/integrations/sdpa_attention.py: a mask repeats keys and values, and is a bias."""
     bias = None
     if attention_mask is not None:
         groups = query.shape[1] // key.shape[1]
@@ -100,9 +100,9 @@ AttentionMaskInterface.register("dsft_masked", sdpa_mask)
 
 
 def measure_or_assume(job: Job) -> Activations:
-    """Measure the activations of a job; of code that does not run over fake tensors, take those of a Llama as wide."""
+    """Measure the activations of a job; if the model's code does not run over fake tensors, assume a Llama as wide."""
     size = job.size
-    is_fp32_mixture = job.dtype == "float32" and size.expert_params > 0  # torch has its products in bf16 alone
+    is_fp32_mixture = job.dtype == "float32" and size.expert_params > 0  # torch has grouped products in bf16 alone
     if not is_fp32_mixture:
         with contextlib.suppress(*UNMEASURABLE):
             return measure_activations(job)
@@ -115,18 +115,18 @@ def measure_or_assume(job: Job) -> Activations:
 
 
 def measure_activations(job: Job) -> Activations:
-    """Run one forward of the model without weights and count what its backward would need."""
+    """Run one forward without weights and count the bytes that its backward would need."""
     config = job.model_config
     try:
         model = empty_model(copy.deepcopy(config), attn_implementation=_IMPLEMENTATIONS[job.attention])
-    except KeyError:  # Falcon has a class of its own for each of transformers' names
+    except KeyError:  # Falcon has its own class for each of transformers' names
         name = "eager" if job.attention == "eager" else "sdpa"
         model = empty_model(copy.deepcopy(config), attn_implementation=name)
     if job.adapters is not None:
         with torch.device("meta"):
             model = adapted_for_a_look(model, job.adapters)
     select_trained(model, job.trainable, job.frozen)
-    for parameter in model.parameters():  # DeepSpeed gives adapters the model's dtype
+    for parameter in model.parameters():  # DeepSpeed casts adapters to the model's dtype
         parameter.data = parameter.data.to(getattr(torch, job.dtype))
     if not model.get_input_embeddings().weight.requires_grad:
         model.enable_input_require_grads()
@@ -139,7 +139,7 @@ def measure_activations(job: Job) -> Activations:
         tokens = min(tokens, SCANNED_TOKENS if is_scanned else MEASURED_TOKENS)
     counter = _SavedBytes(layers, first_alike)
     runs = []
-    # transformers asks no fake tensor for its values, and they have a CPU's operators.
+    # transformers reads no values of fake tensors, and they have a CPU's operators.
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()
         counter.attach(model, liger=job.liger and job.size.model_type in LIGER_MODELS)
@@ -164,8 +164,8 @@ def measure_activations(job: Job) -> Activations:
 
 
 def _first_alike(model: PreTrainedModel, layers: list[nn.Module]) -> list[int]:
-    """Return, for each layer, the index of the first one that has, and trains, the same parameters and of which the
-    config's lists (layer_types ...) have the same entry.
+    """Return, for each layer, the index of the first one with the same parameters, trained alike, and the same entry in
+    the config's lists (layer_types ...).
     """
     lists = []
     for values in vars(model.config.get_text_config()).values():
@@ -181,7 +181,7 @@ def _first_alike(model: PreTrainedModel, layers: list[nn.Module]) -> list[int]:
 
 
 class _SavedBytes:
-    """Counts the storages that autograd saves, each once, for the layer in which it saves them first."""
+    """Counts the storages that autograd saves, each once, for the layer that saves it first."""
 
     def __init__(self, layers: list[nn.Module], first_alike: list[int]):
         self.layers = layers
@@ -191,20 +191,20 @@ class _SavedBytes:
                 self._skip(layers[index], first)
 
     def _skip(self, layer: nn.Module, first: int) -> None:
-        """Let a layer return what the first one of its kind returned."""
+        """Let a layer return the output of the first one of its kind."""
         for name, _ in list(layer.named_children()):
             delattr(layer, name)
         layer.forward = lambda *args, **kwargs: self.outputs[first]
 
     def start(self, known: list[torch.Tensor]) -> None:
-        """Count from zero, but what is known."""
+        """Count from zero, without the storages of `known`."""
         self.layer_bytes = [0] * len(self.layers)
         self.linear_inputs: dict[int, tuple[int, torch.UntypedStorage]] = {}
-        """Storage by address, with the layer in which a linear layer read it first."""
+        """Storage by address, with the layer whose linear layer read it first."""
         self.seen: dict[int, torch.UntypedStorage] = {}
-        """By address; holding a storage keeps its address from being used again."""
+        """By address; a reference keeps the address from being reused."""
         self.layer: int | None = None
-        """In which the model is."""
+        """That runs now."""
         self.is_paused = False
         self.ignore(known)
 
@@ -222,7 +222,7 @@ class _SavedBytes:
         return tensor
 
     def linear_bytes(self) -> list[int]:
-        """Return, for each layer, the bytes that linear layers read and no backward needs."""
+        """Return, for each layer, the bytes that linear layers read and no backward needs otherwise."""
         layer_bytes = [0] * len(self.layers)
         for address, (layer, storage) in self.linear_inputs.items():
             if address not in self.seen:
@@ -237,18 +237,18 @@ class _SavedBytes:
             is_gated = all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
             if type(module) is nn.Linear:
                 module.register_forward_pre_hook(self._entering_linear)
-            if isinstance(module, nn.Dropout) and module.p:  # a GPU keeps a mask of bools, a CPU of the tensor's dtype
+            if isinstance(module, nn.Dropout) and module.p:  # a GPU saves a mask of bools, a CPU of the tensor's dtype
                 module.forward = functools.partial(_dropout_of_gpu, module.p)
             if liger and type(module).__name__.endswith("RMSNorm"):
                 module.register_forward_pre_hook(self._entering_norm)
                 module.register_forward_hook(self._left_norm)
-            if liger and is_gated:  # the activation is computed again
+            if liger and is_gated:  # the activation is recomputed
                 module.act_fn.register_forward_hook(lambda function, args, output: self.ignore([output]))
 
     def _entering(self, index: int, layer, args, kwargs):
         self.layer = index
         if index == 0:
-            # Rotary angles and masks are there once for all layers: little beside what each of them keeps.
+            # Rotary angles and masks exist once for all layers: little beside each layer's activations.
             hidden = args[0] if args else kwargs["hidden_states"]
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self.ignore([tensor for tensor in tensors if tensor is not hidden])

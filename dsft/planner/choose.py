@@ -1,6 +1,6 @@
-"""Chooses a DeepSpeed configuration: predicts memory and time of every candidate, from the very configuration that
-training would get (`plan.deepspeed_config`), and takes the fastest that fits. Of an evaluation it takes the first of
-three ways of holding the model that fits. Pure arithmetic.
+"""Chooses a DeepSpeed configuration: predicts the memory and time of every candidate from the configuration that a
+training would get (`plan.deepspeed_config`), and takes the fastest that fits. For an evaluation it takes the first of
+three ways to place the model that fits. Pure arithmetic.
 """
 
 import dataclasses
@@ -35,54 +35,54 @@ from dsft.runtime.hardware import Machine
 from dsft.units import Batch, GiB, in_time, padded_width
 
 NAMES = ("0", "1", "2", "3", "3-hpz", "2-offload", "3-offload-optimizer", "3-offload-param", "3-offload")
-"""Candidates, simplest first: of two that are equally fast, the first is taken."""
+"""Candidates, simplest first: of two that are equally fast, the first wins."""
 SEQUENCES_PER_RANK = 8
-"""Sequences of one optimizer step on each rank where no option sets them: TrainingArguments' own
+"""Sequences of one optimizer step on each rank if no option sets them: the default of TrainingArguments'
 per_device_train_batch_size. The plan cuts them into micro batches.
 """
 LARGEST_MICRO_BATCH = 64
 CHECKPOINT_EVERY = (1, 2, 4, 8)
-"""Which layers are computed again: each so manieth."""
+"""Activation checkpointing of every n-th layer: the n that are tried."""
 MANY_MICRO_BATCHES = 4
-"""From which on their gradients are added up in fp32: in bf16 the sum of 4 is off by 0.3 %, of 64 by 0.8 %."""
+"""From this number on, gradients are accumulated in fp32: in bf16 the sum of 4 is off by 0.3 %, of 64 by 0.8 %."""
 SMALL_LIVE_PARAMS = 50_000_000
-"""stage3_max_live_parameters and stage3_max_reuse_distance, lowered together, where 1e9 would not fit."""
+"""stage3_max_live_parameters and stage3_max_reuse_distance, lowered together, if 1e9 does not fit."""
 LEAST_BUCKET = 2**25
-"""Elements of ZeRO-3's buckets, at least: transformers' "auto" is the hidden size squared, 65,536 at a width of 256."""
+"""Smallest bucket of ZeRO-3, in elements: transformers' "auto" is the hidden size squared, 65,536 at a width of 256."""
 MOST_PREFETCHED = 2**28
-"""Elements that ZeRO-3 fetches ahead at most: a layer of 8B has 218 M."""
+"""Largest prefetch of ZeRO-3, in elements: a layer of an 8B model has 218 M."""
 FAST_LINK_BYTES = 1e11
-"""Bytes per second of a rank's links within a node, from which on half as many gain little: NVLink through a switch."""
+"""Bytes per second of a rank's links in a node above which halving the traffic gains little: NVLink with a switch."""
 PERSISTENT_SHARE = 0.05
-"""Of a model's parameters that may stay gathered so that its adapters are."""
+"""Share of a model's parameters that may stay gathered so that its adapters do."""
 OFFLOADED_PARTS = ("offload_optimizer", "offload_param")
 
 HOST_SHARE = 0.95
 """Of a node's memory; the rest is the system's."""
 RESERVE_BYTES = 2**29
-"""Left free on a GPU: what is outside of torch was up to 0.3 GiB more than is assumed. Where ZeRO-3 gathers parameters,
-torch's cache has those to return instead.
+"""Left free on a GPU: memory outside of torch was up to 0.3 GiB above the assumption. Under ZeRO-3 torch's cache can
+release gathered parameters instead.
 """
 FULL = 0.92
-"""Share of a GPU's memory from which a plan must gain FULL_COSTS over a smaller one."""
+"""Share of a GPU's memory above which a plan must be FULL_COSTS times as fast as a smaller one."""
 ROOMY = 0.8
-"""Share up to which a plan leaves enough free to prefer larger micro batches."""
+"""Share of a GPU's memory up to which larger micro batches are preferred."""
 FULL_COSTS = 1.15
 OFFLOAD_GAIN = 1.2
-"""What offload must gain over each plan on the GPUs alone that fits."""
+"""How much faster offload must be than every plan without it that fits."""
 HPZ_GAIN = 1.1
-"""What hpZ must gain over other plans: no run has confirmed what is predicted of it."""
+"""How much faster hpZ must be than other plans: no run has confirmed its prediction."""
 SAME_SPEED = 1.02
-"""Plans within it are equally fast: the simplest is taken."""
+"""Plans within this factor count as equally fast: the simplest is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a plan, of a training or of an evaluation, takes of a machine."""
+    """Memory that a plan, of a training or an evaluation, needs."""
 
     terms: tuple[Term, ...]
     device_bytes: int
-    """Peak on one GPU (one rank, on CPU), context and communication buffers included."""
+    """Peak on one GPU (on CPU, of one rank), including context and communication buffers."""
     host_bytes: int
     """Host memory of one node, all its ranks together."""
     limiting_resource: str
@@ -94,7 +94,7 @@ class Needs:
 
 
 def add_up(terms: list[Term], machine: Machine, *, stage: int) -> dict[str, Any]:
-    """Return what the terms add up to on a machine: the fields of `Needs`."""
+    """Return the sums of the terms on a machine: the fields of `Needs`."""
     device = peak_bytes(terms, "device")
     host = peak_bytes(terms, "host")
     if not machine.has_gpu:
@@ -114,7 +114,7 @@ def add_up(terms: list[Term], machine: Machine, *, stage: int) -> dict[str, Any]
 
 
 def shortage(plan: Needs, machine: Machine) -> float:
-    """Return how much of the scarcer memory a plan asks for, over what is there."""
+    """Return the needed share of the scarcer memory, GPU or host."""
     device = (plan.device_bytes + RESERVE_BYTES) / machine.device_bytes if machine.has_gpu else 0.0
     return max(device, plan.host_bytes / (HOST_SHARE * machine.host_bytes))
 
@@ -127,7 +127,7 @@ class Plan(Needs):
     """Name as the option `zero` takes it: 0, 1, 2, 3, 3-hpz, 2-offload ... or the path of a DeepSpeed JSON."""
     activation_checkpointing: bool
     checkpoint_every: int
-    """With it, each so manieth layer is computed again."""
+    """With checkpointing, every n-th layer is recomputed."""
     micro_batch: int
     """Sequences of one forward on one rank."""
     accumulation: int
@@ -140,7 +140,7 @@ class Plan(Needs):
     tokens_per_step: int
     """Over all ranks."""
     has_time_estimate: bool
-    """Whether the time is good for more than an order: of a GPU that is known by name."""
+    """Whether `step_seconds` may be shown, and not only ranks plans: the GPU is known by name."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -149,7 +149,7 @@ class Plan(Needs):
 
     @property
     def checkpointing(self) -> str:
-        """As tables show it: off, on, 1/2 ..."""
+        """As shown in tables: off, on, 1/2 ..."""
         if not self.activation_checkpointing:
             return "off"
         return f"1/{self.checkpoint_every}" if self.checkpoint_every > 1 else "on"
@@ -164,14 +164,14 @@ class Plan(Needs):
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """For JSON: everything, with the sums that tables show."""
+    """For JSON: all fields, with the sums that tables show."""
     return dataclasses.asdict(plan) | {"fits": plan.fits, "tokens_per_second": plan.tokens_per_second}
 
 
 def plan_flags(plan: Plan, job: Job) -> str:
-    """The options with which a training takes exactly this plan."""
+    """The options that reproduce exactly this plan."""
     flags = f"--zero {plan.zero} --per_device_train_batch_size {plan.micro_batch}"
-    if not job.sequences_per_step:  # else it follows
+    if not job.sequences_per_step:  # else it is derived
         flags += f" --gradient_accumulation_steps {plan.accumulation}"
     flags += f" --activation_checkpointing {str(plan.activation_checkpointing).lower()}"
     if plan.checkpoint_every > 1:
@@ -183,7 +183,7 @@ def plan_flags(plan: Plan, job: Job) -> str:
 
 
 def describe_memory(needs: Needs, machine: Machine, *, host: bool = True) -> str:
-    """What is needed of what there is; `host`: also of host memory."""
+    """Needed and available memory; `host`: host memory too."""
     share = needs.device_bytes / machine.device_bytes
     each = f" per {machine.place}" if machine.world_size > 1 else ""
     text = f"{needs.device_bytes / GiB:,.1f} of {machine.device_bytes / GiB:.1f} GiB{each} ({share:.0%})"
@@ -201,7 +201,7 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     stage_3 = {name for name in NAMES if name.startswith("3")}
     left_out = set()
     if machine.world_size == 1:
-        # Nothing is sharded: 1 is 2 with fewer buffers, but has a second copy of the weights in fp32.
+        # Nothing is sharded. Stage 1 is stage 2 with fewer buffers, but a second copy of the weights in fp32.
         left_out |= {"1", "2"} if job.dtype == "float32" else {"0"}
     if job.dtype == "float16" or job.bf16_states:
         left_out.add("0")
@@ -209,7 +209,7 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
         left_out.add("3-hpz")
     if not machine.has_gpu:  # device and host are the same memory
         left_out |= offloaded
-    if job.liger and not job.tiled_loss:  # its loss reads the head past ZeRO-3's hooks
+    if job.liger and not job.tiled_loss:  # its loss reads the head without ZeRO-3's hooks
         left_out |= stage_3
     if job.size.quantization:  # neither sharded by ZeRO-3 nor offloaded
         left_out |= stage_3 | offloaded
@@ -217,8 +217,8 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
 
 
 def batches(job: Job, machine: Machine) -> list[Batch]:
-    """Return those to try, smallest micro batch first; each makes up the sequences of a step on all ranks (where they
-    cannot be shared evenly, as many as can, and at least one on each).
+    """Return the batches to try, smallest micro batch first. Each has the sequences of one step on all ranks (if they
+    do not divide evenly, as many as do, and at least one on each).
     """
     per_rank = job.micro_batch or SEQUENCES_PER_RANK
     micro_batches = [per_rank]
@@ -233,8 +233,8 @@ def batches(job: Job, machine: Machine) -> list[Batch]:
 def settings(
     name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine, accumulation: int
 ) -> list[dict[str, Any]]:
-    """Return the configuration with numbers for this model, then with less memory; of a JSON of the user's only what is
-    "auto" there is chosen.
+    """Return the configuration with numbers for this model, then variants that need less memory. Of a user's JSON only
+    "auto" entries are chosen.
     """
     hpz_ranks = None if zero_file else machine.ranks_per_node
     config = compose(zero_file or read_zero_file(name, []), hpz_ranks=hpz_ranks, bf16_states=job.bf16_states)
@@ -260,41 +260,41 @@ def settings(
 
 
 def _fit_numbers(name: str, zero: dict[str, Any], job: Job, machine: Machine) -> None:
-    """Set buckets and sub-groups of a named configuration for this model."""
+    """Size the buckets and sub-groups of a named configuration for this model."""
     size = job.size
     ranks = machine.world_size
     largest = max(numel for numel, _ in size.trainable_numels)
     for key in ("reduce_bucket_size", "allgather_bucket_size"):
-        if isinstance(zero.get(key), int):  # allocated in full; some buckets per step are enough to overlap
+        if isinstance(zero.get(key), int):  # allocated in full; a few buckets per step are enough to overlap
             enough = max(size.num_trainable // 8, largest)
             zero[key] = min(zero[key], -(-enough // 1024) * 1024)  # DeepSpeed wants an even number
     if name in ("1", "2"):
         if ranks == 1:
-            zero["overlap_comm"] = False  # there is nothing to overlap, and a second bucket is copied to
+            zero["overlap_comm"] = False  # nothing to overlap, and it would need a second bucket
         elif machine.has_gpu and size.num_trainable >= LEAST_BUCKET * ranks:
             link_bytes = speeds_of(machine, dtype=job.dtype).link_bytes
             if machine.nodes > 1 or link_bytes < FAST_LINK_BYTES:
                 # DeepSpeed's default all-reduces every gradient (stage_1_and_2.py, average_tensor): twice the bytes.
                 zero["use_multi_rank_bucket_allreduce"] = False
     if zero.get("stage") == 3:
-        # Sub-groups just about fill a power of two, which pinned memory is rounded up to. DeepSpeed closes one once it
-        # has reached the number: the largest shard of a parameter is left as margin.
+        # Pinned memory is rounded up to a power of two, which a sub-group should just fill. DeepSpeed closes one after it
+        # has reached the number: the largest shard of a parameter is subtracted as margin.
         margin = -(-largest // ranks)
         zero["sub_group_size"] = max(2**28, pinned_bytes(4 * margin)) - margin
 
 
 def wants_fp32_sums(job: Job, accumulation: int) -> bool:
-    """Whether gradients in half precision should be added up in fp32: as asked for, else of many micro batches."""
+    """Whether half-precision gradients should be accumulated in fp32: as asked for, else with many micro batches."""
     if job.fp32_accumulation is None:
         return job.dtype == "bfloat16" and accumulation >= MANY_MICRO_BATCHES
     return job.fp32_accumulation and job.dtype != "float32"
 
 
 def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
-    """Choose what is "auto" in a section of stage 3: transformers' numbers, but none so small that collectives take
-    longer to begin than to run.
+    """Choose the "auto" entries of a stage-3 section: transformers' numbers, but none so small that collectives are
+    dominated by their latency.
     """
-    # The largest adapter that stays gathered: each would be a collective of its own over a few thousand elements.
+    # The largest adapter that stays gathered: else each is a collective of its own over a few thousand elements.
     adapters = 0
     for numel, _ in size.trainable_numels if size.lora_r else ():
         if sum(n * count for n, count in size.numels if n <= numel) <= PERSISTENT_SHARE * size.num_params:
@@ -314,11 +314,11 @@ def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
 
 
 def all_plans(job: Job, machine: Machine, *, zero: str = "auto", zero_file: dict[str, Any] | None = None) -> list[Plan]:
-    """Return a plan of each configuration, micro batch, and share of layers that is computed again.
+    """Return a plan for each configuration, micro batch, and share of recomputed layers.
 
     Args:
-        zero: "auto" for all candidates, else the one of that name, whatever it adds up gradients in.
-        zero_file: the content of the DeepSpeed JSON where `zero` is a path.
+        zero: "auto" for all candidates, else the one of that name, whatever type it accumulates gradients in.
+        zero_file: the content of the DeepSpeed JSON if `zero` is a path.
     """
     if job.checkpointing is None:
         computed_again = (0, job.checkpoint_every) if job.checkpoint_every else (0, *CHECKPOINT_EVERY)
@@ -342,8 +342,8 @@ def _first_that_fits(
     batch: Batch,
     every: int,
 ) -> Plan:
-    """Predict one candidate with the first of its settings that fits, else with the last and leanest. A GPU that would
-    be nearly full gathers less at once.
+    """Predict one candidate with the first of its settings that fits, else with the last, which needs least. If the GPU
+    would be nearly full, fewer parameters are gathered at once.
     """
     for config in settings(name, zero_file, job, machine, batch.accumulation):
         layout = ZeroLayout(job, config, machine, accumulation=batch.accumulation)
@@ -368,8 +368,8 @@ def _first_that_fits(
 
 
 def choose(plans: list[Plan], machine: Machine) -> Plan:
-    """Return the fastest that fits; where nothing fits, the closest to fitting. Offload, hpZ, and a GPU that is nearly
-    full, must gain something; of equally fast ones the simplest is taken, then the one with most room.
+    """Return the fastest that fits, or the closest to fitting. Offload, hpZ and a nearly full GPU must be faster by a
+    margin. Of equally fast plans the simplest is taken, then the one that leaves most memory free.
     """
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
@@ -398,18 +398,18 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
 
 
 def best_of_each(plans: Iterable[Plan], machine: Machine) -> list[Plan]:
-    """Return the plan that would be chosen of each configuration with checkpointing and without, for a table."""
+    """Return the chosen plan of each configuration with and without checkpointing, for a table."""
     groups: dict[tuple[str, bool], list[Plan]] = {}
     for plan in plans:
         groups.setdefault((plan.zero, plan.activation_checkpointing), []).append(plan)
     return [choose(group, machine) for group in groups.values()]
 
 
-# ---- what is said of a choice
+# ---- texts
 
 
 def reason(chosen: Plan, machine: Machine, *, zero: str = "auto") -> str:
-    """Say in one sentence why this plan."""
+    """Explain the choice in one sentence."""
     asked = "" if zero == "auto" else f"zero={zero}: "
     memory = describe_memory(chosen, machine)
     if not chosen.fits:
@@ -422,7 +422,7 @@ def reason(chosen: Plan, machine: Machine, *, zero: str = "auto") -> str:
 
 
 def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
-    """What a job and its configuration ask for and the plan does not count, a sentence each."""
+    """What a job and its configuration ask for and the plan does not model, one sentence each."""
     notes = []
     optimizer = optimizer_name(deepspeed_config, job.optimizer)
     if optimizer not in OPTIMIZERS:
@@ -439,30 +439,30 @@ def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
 # ---- evaluation
 
 EVALUATION_NAMES = ("0", "3", "3-offload")
-"""One copy of the model per rank, shards over all ranks, shards in host memory: the first that fits is taken."""
+"""One copy of the model per rank, shards over all ranks, shards in host memory: the first that fits is chosen."""
 DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}
-"""Tokens of one forward on a GPU, and on a CPU. The same for every way of holding the model, since the bits of a result
-depend on it.
+"""Tokens of one forward on a GPU and on a CPU. The same however the model is placed, since the bits of a result depend
+on it.
 """
 LENGTH_STEP = 256
 MOST_POSITIONS = 2**20
-"""Lengths that are tried for the longest are multiples of it, up to the model's positions or, without a limit, as
-many.
+"""The longest window is a multiple of LENGTH_STEP, up to the model's positions or, if these have no limit,
+MOST_POSITIONS.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan(Needs):
-    """One way of holding the model while scoring."""
+    """One way to place the model for scoring."""
 
     zero: str
     """As the option `zero` of `dsft eval` takes it."""
     batch_tokens: int
     reason: str = ""
-    """Of the one that is chosen, as a sentence."""
+    """Why it was chosen, one sentence."""
     longest_window: int | None = None
-    """Tokens of the longest window that fits in some way, each in a batch of its own; 0 if none fits; None where
-    attention holds a matrix.
+    """Tokens of the longest window that fits in any way, alone in its batch; 0 if none fits; None if attention
+    materialises a matrix.
     """
 
 
@@ -474,13 +474,13 @@ def longest_length(fits: Callable[[int], bool], size: ModelSize) -> int:
 
 
 def tokens_at_once(batch_tokens: int | None, seq_len: int, *, has_gpu: bool) -> int:
-    """Return the tokens of one forward: those that are asked for, and enough for one window, as it is padded."""
+    """Return the tokens of one forward: as asked for, and at least one padded window."""
     return max(padded_width(seq_len), batch_tokens or DEFAULT_BATCH_TOKENS[has_gpu])
 
 
 def evaluation_section(zero: str, ranks_per_node: int) -> dict[str, Any]:
-    """The section zero_optimization that scoring gets: that of training without its optimizer, with DeepSpeed's
-    defaults where it has "auto".
+    """The section zero_optimization for scoring: that of training without its optimizer, and with DeepSpeed's defaults
+    in place of "auto".
     """
     hpz_ranks = None if zero.endswith(".json") else ranks_per_node
     section = compose(read_zero_file(zero, []), hpz_ranks=hpz_ranks)["zero_optimization"]
@@ -497,7 +497,7 @@ def plan_evaluation(
     sequence_parallel: int = 1,
     zero: str = "auto",
 ) -> EvaluationPlan:
-    """Choose how a model is held while it is scored: for `dsft eval` and for `dsft plan --perplexity`.
+    """Choose how a model is placed for scoring, in `dsft eval` and `dsft plan --perplexity`.
 
     Args:
         seq_len: of the longest window.
@@ -506,7 +506,7 @@ def plan_evaluation(
         zero: "auto" for all ways, else the one that is asked for.
 
     Raises:
-        UserError: where so many ranks cannot share a window.
+        UserError: so many ranks cannot share a window.
     """
     if refusal := refused_ranks(sequence_parallel, machine.world_size, facts.size):
         raise UserError(f"sequence_parallel={sequence_parallel}: {refusal}")
@@ -527,7 +527,7 @@ def plan_evaluation(
         names = [name for name in EVALUATION_NAMES if name != "3-offload" or machine.has_gpu]
 
     def fits_alone(window: int) -> bool:
-        attention = attention_of(facts, seq_len=window, masked=False)  # a mask from a sliding window on
+        attention = attention_of(facts, seq_len=window, masked=False)  # masked from the sliding window on
         longer = dataclasses.replace(job, attention=attention, seq_len=window)
         return any(_plan_scoring(name, window, longer, machine).fits for name in names)
 
@@ -554,7 +554,7 @@ def _plan_scoring(zero: str, batch_tokens: int, job: Job, machine: Machine) -> E
     item = job.weight_bytes
     ranks = job.sequence_parallel
     tokens = -(-batch_tokens // ranks)
-    # The backbone without gradients, or, after it, hidden states twice and a tile of the logits in fp32.
+    # The backbone without gradients, or after it the hidden states twice and one tile of logits in fp32.
     backbone = tokens * max(4 * item * (size.hidden_size + size.ffn_size), 0.6 * max(job.activations.layers))
     device = "cuda" if machine.has_gpu else "cpu"
     tile = min(tokens, ROW_TILE[device]) * min(size.vocab_size, VOCAB_TILE[device])
@@ -565,7 +565,7 @@ def _plan_scoring(zero: str, batch_tokens: int, job: Job, machine: Machine) -> E
         *host_terms(layout),
     ]
     if ranks > 1:
-        # Queries, keys and values once exchanged, and two more copies of queries on their way (ulysses_sp.py).
+        # Exchanged queries, keys and values, and two more copies of queries in transit (ulysses_sp.py).
         queries, keys = size.exchanged_widths(ranks)
         exchanged = tokens * (3 * queries + 2 * keys) * item
         terms.append(Term("positions exchanged for heads", exchanged, "tokens x width", "compute"))

@@ -1,7 +1,7 @@
 """Memory of a training on one GPU and in the host memory of one node, as a list of terms. Pure arithmetic.
 
-Formulas follow DeepSpeed 0.19.8 (deepspeed/runtime/zero: stage_1_and_2.py, stage3.py) to within about 10 %; the worst
-rank at the worst moment. Not counted: paddings, torch.compile, quantised collectives, offload to NVMe.
+Formulas follow DeepSpeed 0.19.8 (deepspeed/runtime/zero: stage_1_and_2.py, stage3.py) to within about 10 %: the peak of
+the rank with the highest. Not counted: padding, torch.compile, quantised collectives, offload to NVMe.
 """
 
 import dataclasses
@@ -31,18 +31,18 @@ if TYPE_CHECKING:  # they import transformers, which a report would wait for
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
-    """Bytes per trained parameter that an optimizer takes beside weight and gradient."""
+    """Bytes per trained parameter that an optimizer needs beside weight and gradient."""
 
     state_bytes: float
     """Its moments."""
     master_bytes: int = 4
     """The fp32 copy of the weight that is updated."""
     step_bytes: int = 0
-    """Copies that it makes for a moment while it updates."""
+    """Temporary copies during an update."""
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Master and moments: what stays between two steps, and what a checkpoint has of it."""
+        """Master weights and moments: kept between steps and written to checkpoints."""
         return self.master_bytes + self.state_bytes
 
 
@@ -72,9 +72,9 @@ OPTIMIZERS = {
 }
 """By the name of the option `optim`, without "paged_", and by a DeepSpeed JSON's `optimizer.type` in small letters."""
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
-"""Where the user names none: transformers' own."""
+"""transformers' default."""
 PLANNED_AS = "adamw_torch"
-"""As which an optimizer is planned that is not in the table; the plan notes it."""
+"""Stands in for optimizers that are not in the table; the plan notes it."""
 
 
 def optimizer_name(deepspeed_config: dict[str, Any], optim: str | None) -> str:
@@ -84,14 +84,14 @@ def optimizer_name(deepspeed_config: dict[str, Any], optim: str | None) -> str:
 
 
 def optimizer_memory(deepspeed_config: dict[str, Any], optim: str | None, *, weight_bytes: int) -> OptimizerMemory:
-    """Look an optimizer up, as the DeepSpeed configuration changes it.
+    """Look up an optimizer's memory, with the changes that the DeepSpeed configuration makes.
 
     Args:
-        weight_bytes: of one weight while it is computed with.
+        weight_bytes: of one weight in the computation's type.
     """
     name = optimizer_name(deepspeed_config, optim)
     memory = OPTIMIZERS.get(name, OPTIMIZERS[PLANNED_AS])
-    has_own_types = "bit" in name or name == "adafactor"  # also where what is updated is bfloat16
+    has_own_types = "bit" in name or name == "adafactor"  # also with bfloat16 master weights
     if get_value(deepspeed_config, "bf16.bf16_optimizer_states") and not has_own_types:
         memory = dataclasses.replace(memory, state_bytes=memory.state_bytes / 2, step_bytes=memory.step_bytes // 2)
     if get_value(deepspeed_config, "bf16.bf16_master_weights_and_grads"):
@@ -105,8 +105,8 @@ def optimizer_memory(deepspeed_config: dict[str, Any], optim: str | None, *, wei
 
 Phase = Literal["always", "gradients", "compute", "step", "between", "outside"]
 """always: from the first step to the last. gradients: from the first backward of a step to its end. compute: forward
-and backward of a micro batch. step: the optimizer's. between: samples and saves between steps. outside: always, but not
-allocated by torch.
+and backward of a micro batch. step: the optimizer step. between: samples and saves between steps. outside: always, but
+not allocated by torch.
 """
 
 
@@ -116,7 +116,7 @@ class Term:
 
     name: str
     num_bytes: int
-    """place device: on one GPU (one rank, where ranks run on CPU). place host: on one node, all its ranks together."""
+    """On one GPU (or one CPU rank) for `device`; on one node, all its ranks together, for `host`."""
     formula: str
     """For `dsft plan --explain`."""
     phase: Phase = "always"
@@ -124,7 +124,7 @@ class Term:
 
 
 def peak_bytes(terms: Iterable[Term], place: str) -> int:
-    """Add up what is alive together at the peak."""
+    """Add up the terms that are alive at the peak."""
     sums = Counter()
     for term in terms:
         if term.place == place:
@@ -142,17 +142,17 @@ def pinned_bytes(num_bytes: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained, as far as memory and time depend on it."""
+    """A training, as far as memory and time depend on it."""
 
     size: "ModelSize"
     model_config: "PreTrainedConfig"
     dtype: str = "bfloat16"
-    """Of the computation. bfloat16 and float16 have fp32 master weights; with float32 everything is fp32."""
+    """Of the computation. bfloat16 and float16 have fp32 master weights."""
     seq_len: int = 1024
     attention: "Attention" = "flash"
     adapters: "PeftConfig | None" = None
     trainable: tuple[str, ...] = ()
-    """Patterns of the parameters that are trained."""
+    """Patterns of trained parameters."""
     frozen: tuple[str, ...] = ()
     optimizer: str = DEFAULT_OPTIMIZER
     """As transformers names it (the option `optim`)."""
@@ -160,24 +160,24 @@ class Job:
     """Sequences of one forward on one rank; None lets the plan choose."""
     accumulation: int | None = None
     sequences_per_step: int | None = None
-    """Of one optimizer step over all ranks."""
+    """Sequences of one optimizer step over all ranks."""
     sequence_parallel: int = 1
     """Ranks that share each micro batch."""
     checkpointing: bool | None = None
     """As the user set it; None lets the plan decide."""
     checkpoint_every: int | None = None
-    """With checkpointing, of which layers: each so manieth; None for all, or where the plan decides what it chooses."""
+    """With checkpointing, every n-th layer is recomputed; None for all, or for the plan to choose."""
     checkpoint_offload: bool = False
-    """With checkpointing, whether what it saves is in pinned host memory."""
+    """With checkpointing, whether its saved inputs are in pinned host memory."""
     liger: bool = False
     tiled_loss: bool = False
-    """Whether logits of some tokens at a time exist."""
+    """Whether logits exist for some tokens at a time only."""
     fp32_accumulation: bool | None = None
-    """Whether gradients of micro batches are added up in fp32; None lets the plan decide."""
+    """Whether gradients are accumulated in fp32; None lets the plan decide."""
     bf16_states: bool = False
-    """Whether the optimizer's copy of the weights, gradients and moments are bfloat16."""
+    """Whether master weights, gradients and moments are bfloat16."""
     samples: bool = False
-    """Whether samples are generated at evaluations: under ZeRO-3 every rank then holds all weights."""
+    """Whether samples are generated at evaluations: under ZeRO-3 every rank then gathers all weights."""
 
     @property
     def weight_bytes(self) -> int:
@@ -188,7 +188,7 @@ class Job:
 
     @functools.cached_property
     def activations(self) -> "Activations":
-        """Measure what autograd keeps of a token, once for all jobs in which it is the same."""
+        """Measure the activations per token, once for all jobs with the same ones."""
         from dsft.planner.activations import measure_or_assume
 
         key = (
@@ -214,13 +214,13 @@ FP32 = ("fp32", "float32")
 
 
 def sums_in_fp32(deepspeed_config: dict[str, Any]) -> bool:
-    """Whether the gradients of micro batches are added up in fp32."""
+    """Whether gradients are accumulated in fp32."""
     return get_value(deepspeed_config, "data_types.grad_accum_dtype") in FP32
 
 
 def resolve_auto(zero_section: dict[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Read the section zero_optimization as DeepSpeed will: "auto" filled from the hidden size as transformers does
-    (integrations/deepspeed.py), defaults for what is missing.
+    """Read the section zero_optimization as DeepSpeed does: "auto" is filled from the hidden size as in transformers
+    (integrations/deepspeed.py), missing entries have defaults.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds
 
@@ -238,7 +238,7 @@ def resolve_auto(zero_section: dict[str, Any], hidden_size: int) -> dict[str, An
 
 
 class ZeroLayout:
-    """How ZeRO spreads a model over the ranks, as far as memory and time depend on it."""
+    """How ZeRO distributes a model over the ranks, as far as memory and time depend on it."""
 
     def __init__(self, job: Job, deepspeed_config: dict[str, Any], machine: Machine, *, accumulation: int):
         self.job = job
@@ -250,7 +250,7 @@ class ZeroLayout:
         self.optimizer = optimizer_memory(deepspeed_config, job.optimizer, weight_bytes=job.weight_bytes)
         self.optimizer_device: str = (zero["offload_optimizer"] or {}).get("device", "none")
         self.param_device: str = (zero["offload_param"] or {}).get("device", "none") if self.stage == 3 else "none"
-        # The format of the base, if its weights stay in it.
+        # The quantised format of the base, if its weights stay packed.
         is_packed = size.quantization and not size.quantization.is_unpacked
         self.packed = size.quantization if is_packed else None
         self.weight_bytes = job.weight_bytes
@@ -264,7 +264,7 @@ class ZeroLayout:
 
     @property
     def frozen_bytes(self) -> int:
-        """Of the base that adapters stand on, unsharded."""
+        """Bytes of the frozen base, unsharded."""
         if not self.packed:
             return self.weight_bytes * self.num_frozen
         if self.packed.disk_bytes:
@@ -280,8 +280,8 @@ class ZeroLayout:
 
     @property
     def gathered_params(self) -> int:
-        """Parameters that ZeRO-3 has gathered at once: at the turn from forward to backward those within half of
-        max_reuse_distance stay, and it fetches ahead up to max_live (PartitionedParameterCoordinator).
+        """Parameters that ZeRO-3 has gathered at once: between forward and backward those within half of
+        max_reuse_distance stay, and it prefetches up to max_live (PartitionedParameterCoordinator).
         """
         wanted = max(
             self.zero["stage3_max_live_parameters"],
@@ -294,22 +294,22 @@ class ZeroLayout:
 # ---- terms of a training
 
 FRAGMENTATION = 0.03
-"""Of what torch allocates, what its allocator holds beyond it where memory is short (with expandable segments)."""
+"""Share of allocated memory that torch's allocator reserves in addition when memory is short (expandable segments)."""
 GPU_PROCESS_BYTES = 3 * GB
 CPU_PROCESS_BYTES = int(0.65 * GB)
-"""Host memory of one rank before it holds a model, on a machine on paper."""
+"""Host memory of one rank before it loads a model, on a machine on paper."""
 
 
 def training_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term]:
-    """List what a training holds.
+    """List the terms of a training.
 
     Args:
-        every: each so manieth layer is computed again; 0 is none.
+        every: every n-th layer is recomputed; 0 is none.
     """
     activations = activation_terms(layout, batch, every=every)
     states = device_state_terms(layout)
     if layout.stage < 3 and layout.accumulation == 1 and layout.sum_bytes == layout.weight_bytes:
-        # Gradients come, layer by layer, as what layers keep goes.
+        # Layer by layer, gradients take the place of activations.
         gradients = sum(term.num_bytes for term in states if term.phase == "gradients")
         kept = activations[0]
         num_layers = layout.size.num_layers
@@ -320,7 +320,7 @@ def training_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term
 
 
 def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term]:
-    """List what one micro batch makes; first what layers keep until their backward."""
+    """List the activations of one micro batch; first those that layers keep until their backward."""
     job = layout.job
     size = layout.size
     item = layout.weight_bytes
@@ -328,7 +328,7 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
     # A quantised base is not sharded, and keeps its own linear layers.
     layers = measured.layers_zero_3 if layout.stage == 3 and not size.quantization else measured.layers
     tokens = -(-batch.micro * job.seq_len // batch.sequence_parallel)
-    input_bytes = tokens * item * size.hidden_size  # of a layer that is checkpointed
+    input_bytes = tokens * item * size.hidden_size  # of a checkpointed layer
     offloads_inputs = job.checkpoint_offload and layout.machine.has_gpu
     kept = 0.0
     computed_again = 0
@@ -339,7 +339,7 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
             kept += measured.layers_fixed[number] + tokens * per_token
     if not offloads_inputs:
         kept += computed_again * input_bytes
-    # Gradients of a layer: of gate and up, and of the hidden states. Liger's take the place of what was kept.
+    # Gradients of a layer: of gate and up, and of the hidden states. Liger's overwrite saved activations.
     backward = tokens * item * (size.hidden_size + size.ffn_size * (1 if job.liger else 2))
     if computed_again:
         backward += tokens * max(layers) + max(measured.layers_fixed)
@@ -352,7 +352,7 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
         pinned = layout.machine.ranks_per_node * computed_again * pinned_bytes(input_bytes)
         terms.append(Term("inputs of layers", pinned, "ranks x layers x tokens x bytes, pinned", "compute", "host"))
     if batch.sequence_parallel > 1:
-        # Ulysses keeps the result once more as it was before heads came back, and repeated keys and values.
+        # Ulysses keeps the result before and after the exchange, and repeated keys and values.
         queries, keys = size.exchanged_widths(batch.sequence_parallel)
         width = queries + 2 * (keys - size.kv_size)
         exchanging = len(layers) - computed_again + (computed_again > 0)
@@ -362,12 +362,12 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
 
 
 def head_bytes(job: Job, tokens: int) -> int:
-    """Final norm, logits, loss and their backward, at their most."""
+    """Peak of final norm, logits, loss and their backward."""
     hidden = 5 * job.weight_bytes * job.size.hidden_size * tokens
     softcap = getattr(job.model_config.get_text_config(), "final_logit_softcapping", None)
-    # logits in fp32, their softmax and its gradient; with tiles also the product
+    # logits in fp32, their softmax and gradient; with tiles also the matrix product
     entry = 12 + (job.weight_bytes if job.tiled_loss or softcap else 0)
-    if adapts_head(job.adapters):  # its product and that of the adapter, and their gradients
+    if adapts_head(job.adapters):  # the products of head and adapter, and their gradients
         entry += 4 * job.weight_bytes
     if job.tiled_loss:
         from dsft.models.chunked_head import tile_rows
@@ -379,7 +379,7 @@ def head_bytes(job: Job, tokens: int) -> int:
 
 
 def adapts_head(adapters: "PeftConfig | None") -> bool:
-    """Whether the output head has an adapter: then the loss is not computed in tiles."""
+    """Whether the output head has an adapter, which rules out the tiled loss."""
     targets = getattr(adapters, "target_modules", None) or ()
     return "lm_head" in targets or "embed_out" in targets
 
@@ -400,7 +400,7 @@ def device_state_terms(layout: ZeroLayout) -> list[Term]:
 def _stage_0(layout: ZeroLayout) -> list[Term]:
     trained = layout.size.num_trainable
     optimizer = layout.optimizer
-    # The engine reduces a flat copy of the gradients; then, in half precision, fp32 gradients are made of them.
+    # The engine reduces a flat copy of the gradients, and in half precision converts them to fp32.
     copy = layout.sent_bytes if layout.machine.world_size > 1 else 0
     step = max(copy, optimizer.master_bytes + optimizer.step_bytes) * trained
     return [
@@ -419,7 +419,7 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
     accumulates = layout.accumulation > 1
     bucket = layout.zero["reduce_bucket_size"]
     overlaps = layout.zero["overlap_comm"]
-    # A rank keeps parameters that cross the border of its share in full.
+    # Parameters that cross the border of a rank's share are kept in full.
     of_share = item * min(trained, share + largest)
     in_masters_type = (0 if optimizer.master_bytes == item else item) + optimizer.master_bytes
     if layout.sum_bytes > item:
@@ -430,7 +430,7 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
         if layout.stage == 1 and (accumulates or not overlaps):
             gradients = item * trained
         elif offloads:
-            gradients = 0  # they go to host memory as they come
+            gradients = 0  # copied to host memory at once
         step = max(0, of_share + (in_masters_type + optimizer.step_bytes) * share - gradients)
     copied = max(min(trained, bucket), min(largest, bucket + share))
     buckets = item * bucket * (2 if overlaps else 1) + layout.sent_bytes * copied
@@ -487,12 +487,12 @@ def _stage_3(layout: ZeroLayout) -> list[Term]:
 
 @functools.cache  # ranks compare their plans
 def own_process_bytes() -> int:
-    """Return the memory of this process, which has imported what a rank imports."""
+    """Return the resident memory of this process, which has the imports of a rank."""
     return psutil.Process().memory_info().rss
 
 
 def host_terms(layout: ZeroLayout) -> list[Term]:
-    """List what a node's host memory holds: processes, what is offloaded to it, weights that are saved."""
+    """List the host memory of a node: processes, offloaded states, weights to be saved."""
     machine = layout.machine
     optimizer = layout.optimizer
     item = layout.weight_bytes
@@ -509,13 +509,13 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
         process = own_process_bytes()
     terms = [on_node("processes", process, "Python, torch, DeepSpeed")]
     if layout.optimizer_device == "cpu" and layout.stage < 3:
-        # Moments; master weights and their gradients, and a copy of the updated weights, pinned (stage_1_and_2.py).
+        # Moments; pinned: master weights, their gradients, and a copy of the updated weights (stage_1_and_2.py).
         num_bytes = optimizer.state_bytes * share + 2 * pinned(masters) + pinned(item * share)
         if layout.accumulation > 1 and layout.stage == 2 and layout.sum_bytes == item:
-            num_bytes += 1.4 * item * share  # sums of gradients, each pinned by itself
+            num_bytes += 1.4 * item * share  # accumulated gradients, pinned one by one
         terms.append(on_node("optimizer", num_bytes, "(moments, master, its gradients, weights) / all ranks"))
     if layout.optimizer_device == "cpu" and layout.stage == 3:
-        # Gradients in the master's type are pinned by sub-groups, those of the weights' type at once (stage3.py).
+        # Gradients in the master's type are pinned per sub-group, those in the weights' type at once (stage3.py).
         groups = max(1, share // max(1, layout.zero["sub_group_size"]))
         num_bytes = optimizer.checkpoint_bytes * share + groups * pinned(masters / groups)
         num_bytes += pinned(layout.sum_bytes * share)
@@ -523,7 +523,7 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
     if layout.param_device == "cpu":
         num_bytes = item * (share + layout.num_frozen / machine.world_size)
         if machine.has_gpu:
-            # Trained shards move to one flat buffer that is always pinned; the allocator keeps those they had before.
+            # Trained shards move to one flat pinned buffer; the allocator keeps their earlier memory.
             kept = 1.4 if layout.zero["offload_param"]["pin_memory"] else 0.0
             frozen = max(1.0, kept) * item * layout.num_frozen / machine.world_size
             num_bytes = pinned_bytes(item * share) + kept * item * share + frozen
@@ -535,11 +535,11 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
 
 
 def outside_terms(layout: ZeroLayout, terms: list[Term]) -> list[Term]:
-    """List what a GPU holds beyond what torch allocates: CUDA's context, NCCL's buffers, fragmentation."""
+    """List GPU memory beyond torch's allocations: CUDA's context, NCCL's buffers, fragmentation."""
     if not layout.machine.has_gpu:
         return []
     communicators = 0
-    if layout.machine.world_size > 1:  # of all ranks, of ZeRO, of hpZ, and of ranks that share sequences
+    if layout.machine.world_size > 1:  # of all ranks, ZeRO, hpZ, and ranks that share sequences
         communicators = 2 + (layout.hpz_ranks > 0) + (layout.job.sequence_parallel > 1)
     fragmented = FRAGMENTATION * peak_bytes(terms, "device")
     num_bytes = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES + int(fragmented)

@@ -1,10 +1,10 @@
-"""The time of one optimizer step, as a number that ranks plans: a roofline of products, collectives and transfers. Also
-the GPUs that are known by name (cards.toml). Pure arithmetic.
+"""The time of one optimizer step, to rank plans: a roofline of matrix products, collectives and transfers. Also the
+GPUs that are known by name (cards.toml). Pure arithmetic.
 
-Products per token: 2 x active parameters forward, twice that backward (once with LoRA, whose base needs no weight
-gradients), forward again with activation checkpointing. Attention's backward multiplies five times where its forward
-does twice (FlashAttention-2, arXiv 2307.08691). One share of the data sheet's rate for each card holds everything that
-a GPU does beside its products.
+FLOPs per token: 2 x active parameters forward, twice that backward (once with LoRA, whose base needs no weight
+gradients), forward again with activation checkpointing. Attention's backward has five products for two of its forward
+(FlashAttention-2, arXiv 2307.08691). One utilisation for each card covers everything that a GPU does beside its
+products.
 
 Traffic of ZeRO (ZeRO paper, section 7; with LoRA the gradients are the adapters'):
     stage 0, 1  gradients reduced and weights gathered once per step
@@ -35,24 +35,24 @@ class Card:
     """One kind of GPU."""
 
     memory_gb: int
-    """GB, as the data sheet and its name have it."""
+    """GB, as in the data sheet and the name."""
     usable_gib: float
-    """What torch sees as the card's total: without what the driver and ECC keep."""
+    """The total that torch reports: without the share of driver and ECC."""
     tflops: float
     """Dense bf16 (fp16 where there is no bf16) matrix products by the data sheet."""
     utilisation: float | None = None
-    """Share of that rate that wide products reach, by published steps of its generation; None if there are none."""
+    """Share of that rate that wide products reach, fitted to published steps of its generation; None without any."""
     narrow: int = 600
-    """Width at which products reach half of what wide ones do."""
+    """Width at which products reach half the rate of wide ones."""
     memory_gbps: float
     """GB/s of its own memory."""
     nvlink_gbps: float
     """GB/s to the other GPUs of the node, one direction; 0 without NVLink between all."""
     pcie_gen: int
     has_bf16: bool = True
-    """Whether it computes in bfloat16: not Volta and Turing."""
+    """Whether it computes in bfloat16; Volta and Turing do not."""
     pattern: str = ""
-    """Of its name, as a driver or a user writes it; by default the key of CARDS."""
+    """Regular expression of its name, as a driver or a user writes it; by default the key of CARDS."""
 
     @property
     def usable_bytes(self) -> int:
@@ -61,13 +61,13 @@ class Card:
 
 _TABLE = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
 CARDS = {name: Card(**values) for name, values in _TABLE.items()}
-"""In the order of cards.toml: of cards with the same name, or as much memory, the common one first."""
+"""In the order of cards.toml: of cards with the same name or memory, the common one first."""
 OTHER_CARD = r"\bMIG\b|\bLAPTOP\b|\bMAX-?Q\b|[45]090[ -]D\b|H800.*PCIE"
-"""In a name: a part of the card, or another one of that name."""
+"""In a name: a part of a card, or another card of that name."""
 
 
 def cards_named(text: str) -> list[str]:
-    """Return the keys of CARDS that a name may mean: of the longest match, since H100 is within H100 NVL."""
+    """Return the keys of CARDS that a name may mean: those of the longest match, since H100 is within H100 NVL."""
     lengths = {}
     for key, card in CARDS.items():
         match = re.search(rf"(?<![A-Z0-9])(?:{card.pattern or key})(?![0-9A-Z])", text.upper())
@@ -77,10 +77,10 @@ def cards_named(text: str) -> list[str]:
 
 
 def choose_card(text: str) -> str:
-    """Return the key of CARDS for what a user wrote: a name such as H100.
+    """Return the key of CARDS for a name that a user wrote, such as H100.
 
     Raises:
-        UserError: for a name that is unknown, or that several cards have.
+        UserError: the name is unknown, or several cards have it.
     """
     names = cards_named(text)
     if not names:
@@ -91,7 +91,7 @@ def choose_card(text: str) -> str:
 
 
 def card_of(machine: Machine) -> str:
-    """Return the key of CARDS for a machine's GPU: by its name, else the smallest card that has its memory."""
+    """Return the key of CARDS for a machine's GPU: by its name, else the smallest card with its memory."""
     named = cards_named(machine.gpu_type) if machine.gpu_type else []
     enough = [name for name in named or CARDS if CARDS[name].usable_bytes >= 0.98 * machine.device_bytes]
     if not enough:
@@ -105,7 +105,7 @@ def card_of(machine: Machine) -> str:
 ASSUMED_UTILISATION = 0.5
 LINK_EFFICIENCY = 0.8
 ASSUMED_NETWORK_GBPS = 50
-"""GB/s of a node's network where none is named: one card of 400 Gbit/s."""
+"""GB/s of a node's network if none is named: one card of 400 Gbit/s."""
 PCIE_GBPS = {3: 16, 4: 32, 5: 64}
 """GB/s of 16 lanes in one direction, by generation (PCI-SIG)."""
 BRIDGE_GBPS = {3: 50, 4: 56, 5: 300}
@@ -114,7 +114,7 @@ BRIDGE_GBPS = {3: 50, 4: 56, 5: 300}
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Of one rank, its links and its node, in what is reached, not in what data sheets say."""
+    """Achieved speeds, not those of data sheets, of one rank, its links and its node."""
 
     flops: float
     """Floating-point operations per second on one rank, in wide products."""
@@ -129,17 +129,17 @@ class Speeds:
     host_link_bytes: float
     """Bytes per second between one rank's device and host memory."""
     adam_params: float = 2e9
-    """Parameters per second that the CPU Adam of a node updates: 1.7e9 to 3e9 are reported for nodes of 8 GPUs."""
+    """Parameters per second of a node's CPU Adam: 1.7e9 to 3e9 are reported for nodes of 8 GPUs."""
 
 
 def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
-    """Return the speeds of a machine by its card and `--interconnect`; of CPU ranks an order of magnitude."""
+    """Return the speeds of a machine, from its card and `--interconnect`; for CPU ranks an order of magnitude."""
     if not machine.has_gpu:
         return Speeds(flops=5e10, narrow=0, device_bytes=1e10, link_bytes=2e9, network_bytes=1e9, host_link_bytes=1e10)
     card = CARDS[card_of(machine)]
     link, network = parse_interconnect(machine.interconnect, card)
     flops = 1e12 * card.tflops * (card.utilisation or ASSUMED_UTILISATION)
-    if dtype == "float32":  # TF32 multiplies half as fast as bf16; cards before Ampere have no tensor cores for fp32
+    if dtype == "float32":  # TF32 is half as fast as bf16; cards before Ampere have no tensor cores for fp32
         flops /= 2 if card.has_bf16 else 8
     return Speeds(
         flops=flops,
@@ -155,11 +155,11 @@ def parse_interconnect(text: str, card: Card) -> tuple[float, float]:
     """(bytes/s of a rank within the node, bytes/s of a node's network) for "nvlink+ib400", "pcie", "pcie4+eth25",
     "nvlink+8xib400" ...
 
-    The number after ib, roce or eth is Gbit/s of one card; one card per node unless "8x" stands before it. Without a
-    part for the node, NVLink if the GPU has it, else PCIe.
+    The number after ib, roce or eth is Gbit/s of one card; a node has one card unless prefixed as in 8xib400. Without
+    a part for the node: NVLink if the GPU has it, else PCIe.
 
     Raises:
-        UserError: for a part that is not one of these.
+        UserError: an unknown part.
     """
     link_gbps = card.nvlink_gbps or PCIE_GBPS[card.pcie_gen]
     network_gbps = ASSUMED_NETWORK_GBPS
@@ -183,40 +183,40 @@ def parse_interconnect(text: str, card: Card) -> tuple[float, float]:
 # ---- one optimizer step
 
 EXPERT_SHARE = 0.17
-"""Of the rate of products, what the grouped ones of experts reach: Qwen3 30B A3B with transformers 5 on 8 H100."""
+"""Share of the rate that grouped products of experts reach: Qwen3 30B A3B with transformers 5 on 8 H100."""
 ADAPTERS_COST = 1.2
-"""What the small products of adapters, and their sums, add."""
+"""Factor for the small products of adapters and their sums."""
 UNPACKED_BYTES = 11
-"""Memory that unpacking a weight of a quantised base moves in one pass: Qwen 7B to 72B in 4 bits beside plain LoRA."""
+"""Memory traffic of unpacking one quantised weight in one pass: Qwen 7B to 72B in 4 bits against plain LoRA."""
 LAUNCH_SECONDS = {"full": 5e-4, "lora": 1.6e-3, "qlora": 3.9e-3}
-"""Time that Python takes to launch one pass over one layer (github.com/QwenLM/Qwen, README.md)."""
+"""Python time to launch one pass over one layer (github.com/QwenLM/Qwen, README.md)."""
 HOOK_SECONDS = 4.5e-4
-"""The same that ZeRO-3 adds for each module with weights: its hooks, and the events of a fetch (the same source)."""
+"""Python time that ZeRO-3 adds per module with weights: hooks, and the events of a fetch (the same source)."""
 OVERLAP_LOSS = 0.5
-"""Share of the shorter of computing and communicating that overlap does not hide."""
+"""Share of the shorter of compute and communication that overlap does not hide."""
 GATHER_SECONDS = 2e-4
-"""Time that Python takes for a gather from other ranks: Qwen 7B on 2 and 72B on 4 A100 (the same source)."""
+"""Python time of a gather from other ranks: Qwen 7B on 2 and 72B on 4 A100 (the same source)."""
 
 
 def flops_per_token(size: "ModelSize", seq_len: int, *, checkpointing: bool) -> float:
-    """Floating-point operations of training on one token, as they are counted for a share of the data sheet's rate."""
+    """Floating-point operations of training on one token, as counted for MFU."""
     passes = 2 + size.trained_share + checkpointing
     return passes * (2 * size.active_params + attention_flops_per_token(size, seq_len))
 
 
 def attention_flops_per_token(size: "ModelSize", seq_len: int) -> float:
-    """Floating-point operations of one forward's attention on one token of a causal sequence."""
+    """Floating-point operations of attention, for one forward of one token of a causal sequence."""
     return 2 * seq_len * size.num_heads * size.head_dim * size.num_layers  # causal: half of 4 s h L
 
 
 def product_seconds(size: "ModelSize", speeds: Speeds) -> float:
-    """Seconds of one pass's matrix products over one token."""
+    """Seconds of the matrix products of one pass over one token."""
     slower = size.active_expert_params * (1 / EXPERT_SHARE - 1)
     return 2 * (size.active_params + slower) / speeds.flops * (1 + speeds.narrow / size.hidden_size)
 
 
 def launch_seconds(layout: "ZeroLayout") -> float:
-    """Seconds that Python takes for one pass over the model on a GPU."""
+    """Seconds of Python for one pass over the model on a GPU."""
     size = layout.size
     method = "lora" if size.lora_r else "full"
     if layout.packed:
@@ -226,8 +226,8 @@ def launch_seconds(layout: "ZeroLayout") -> float:
 
 
 def collective_seconds(num_bytes: float, machine: Machine, speeds: Speeds, *, ranks: int | None = None) -> float:
-    """A collective over `num_bytes` in total: each rank gets all but its own share over its links, each node all but
-    its own over its network. Args: `ranks`: neighbours that take part; by default all.
+    """Seconds of a collective over `num_bytes` in total: each rank receives all but its own share over its links, each
+    node all but its own over its network. Args: `ranks`: neighbours that take part; by default all.
     """
     ranks = min(ranks or machine.world_size, machine.world_size)
     if ranks == 1:
@@ -242,7 +242,7 @@ def step_seconds(layout: "ZeroLayout", batch: Batch, *, recomputed: float) -> fl
     """Predict one optimizer step.
 
     Args:
-        recomputed: the share of the layers that activation checkpointing computes again.
+        recomputed: the share of the layers that activation checkpointing recomputes.
     """
     job = layout.job
     size = layout.size
@@ -268,11 +268,11 @@ def step_seconds(layout: "ZeroLayout", batch: Batch, *, recomputed: float) -> fl
     if layout.stage == 0:
         moving = 2 * gradients
     elif layout.stage < 3:
-        all_reduces = 2 if zero["use_multi_rank_bucket_allreduce"] else 1  # which throws away what others keep
+        all_reduces = 2 if zero["use_multi_rank_bucket_allreduce"] else 1  # an all-reduce in place of a reduce
         moving = trained + all_reduces * gradients * (accumulation if layout.stage == 2 else 1)
     else:
-        # With hpZ what the forward gathers fills a second partition, which the backward gathers from. An update empties
-        # that of trained weights alone, so a frozen base never crosses nodes again.
+        # With hpZ the forward's gather fills a second partition, from which the backward gathers. An update invalidates
+        # trained weights alone, so a frozen base never crosses nodes again.
         over = layout.hpz_ranks or world
         frozen = collective_seconds(layout.weight_bytes * layout.num_frozen, machine, speeds, ranks=over)
         backward = collective_seconds(layout.weight_bytes * size.num_params, machine, speeds, ranks=over)
@@ -282,7 +282,7 @@ def step_seconds(layout: "ZeroLayout", batch: Batch, *, recomputed: float) -> fl
     updated = size.num_trainable / (world if layout.stage else 1)
     optimizer = updated * (6 + 2 * layout.optimizer.checkpoint_bytes) / speeds.device_bytes
     if layout.optimizer_device != "none":
-        if machine.has_gpu:  # gradients down each micro step, weights up once
+        if machine.has_gpu:  # gradients to the host each micro step, weights back once
             moved = (accumulation * layout.sum_bytes + layout.weight_bytes) * updated
             moving += moved / speeds.host_link_bytes
         optimizer = updated * machine.ranks_per_node / speeds.adam_params
