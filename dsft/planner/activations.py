@@ -30,7 +30,7 @@ matrix products.
 MEASURED_BATCHES = (1, 3)
 """Sequences of the two micro batches that run: bytes are linear in the batch."""
 MEASURED_TOKENS = 256
-"""Of a sequence if attention materialises no matrix: bytes are then linear in tokens, and longer ones only cost time."""
+"""Of a sequence if attention materialises no matrix: bytes are linear in tokens, longer ones only cost time."""
 SCANNED = ("falcon_mamba", "jamba", "mamba", "rwkv", "zamba")
 """Architectures that process one position after the other."""
 SCANNED_TOKENS = 16

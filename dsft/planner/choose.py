@@ -277,7 +277,7 @@ def _fit_numbers(name: str, zero: dict[str, Any], job: Job, machine: Machine) ->
                 # DeepSpeed's default all-reduces every gradient (stage_1_and_2.py, average_tensor): twice the bytes.
                 zero["use_multi_rank_bucket_allreduce"] = False
     if zero.get("stage") == 3:
-        # Pinned memory is rounded up to a power of two, which a sub-group should just fill. DeepSpeed closes one after it
+        # Pinned memory is rounded up to a power of two, which a sub-group should fill. DeepSpeed closes one after it
         # has reached the number: the largest shard of a parameter is subtracted as margin.
         margin = -(-largest // ranks)
         zero["sub_group_size"] = max(2**28, pinned_bytes(4 * margin)) - margin
