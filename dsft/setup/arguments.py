@@ -1,8 +1,8 @@
-"""What follows from the options of a training: what is decided in the user's place and why, transformers' arguments,
-which options it, DeepSpeed or the machine refuse, which have no effect, and the bytes on its disk. Pure: decisions and
-problems are returned, and `decide.py` applies them.
+"""What follows from the options of a training: decisions with their reasons, transformers' arguments, options that
+transformers, DeepSpeed or the machine refuse, options without effect, and bytes on the disk. Pure: `decide.py` applies
+the decisions and problems that are returned.
 
-What the options show by themselves is checked in `config/reader.py`.
+`config/reader.py` checks what needs the options alone.
 """
 
 import dataclasses
@@ -47,22 +47,22 @@ from dsft.runtime.hardware import Machine, has_gpu
 from dsft.units import DTYPE_BYTES, GB, Batch, plural
 
 LONGEST_TMPDIR = 75
-"""Characters: the path of a Unix socket has 107, and those of multiprocessing add 32."""
+"""Characters. A Unix socket's path has at most 107, and multiprocessing adds 32."""
 BYTES_PER_TOKEN = 200
-"""Of a tokenizer's files, at most: Llama 3's take 134."""
+"""Upper bound for a tokenizer's files: Llama 3's have 134."""
 SMALL_FILES_BYTES = 100_000
 """Of the config, the model card, the training arguments and run.json."""
 ON_HOST = ("adamw_torch_fused", "adamw_torch", "paged_adamw_32bit", "lion_32bit", "paged_lion_32bit")
-"""Values of `optim` in whose place an optimizer of DeepSpeed's may step in host memory, with the same arithmetic."""
+"""Values of `optim` that DeepSpeed's CPU optimizers may replace under offload, with the same arithmetic."""
 NOT_OVER_SHARDS = {
     "adafactor": "it factors the moments of whole weights, and ZeRO's shards are flat pieces of them",
     "adagrad": "DeepSpeed 0.19.8 fails in its first step over shards (IndexError in stage_1_and_2.py)",
 }
-"""Values of `optim` that ZeRO 1 to 3 cannot have -> why."""
+"""Values of `optim` that ZeRO 1 to 3 refuse -> why."""
 
 
 def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> tuple[list[Decision], list[str]]:
-    """Takes the deepspeed_config_file of `accelerate launch` as `zero`, unless the user named another."""
+    """Takes the deepspeed_config_file of `accelerate launch` as `zero`, unless the user set another."""
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if file == "none":
         if "ACCELERATE_DEEPSPEED_ZERO_STAGE" in environment and options.zero == "auto":
@@ -78,7 +78,7 @@ def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -
 
 
 def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], list[str]]:
-    """Derives what follows from `global_batch_size`, or reports which sizes would divide."""
+    """Derives the batch from `global_batch_size`, or reports which sizes would divide."""
     total = options.global_batch_size
     shared_by = options.sequence_parallel
     if not total or refused_ranks(shared_by, world):  # a problem of its own
@@ -98,14 +98,14 @@ def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], l
         return [], [
             f"global_batch_size={total} is not divisible by {product}; try {sizes}, or another of these numbers"
         ]
-    if not given:  # the plan chooses a micro batch that divides
+    if not given:  # the plan chooses a micro batch
         return [], []
     (name,) = set(names) - given.keys()
     return [Decision(name, total // per_step, f"global_batch_size={total} / ({product})")], []
 
 
 def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
-    """Makes `dtype` and the flags bf16 and fp16 one decision. `auto_dtype` is what `auto` is on the run's devices."""
+    """Combines `dtype` and the flags bf16 and fp16. `auto_dtype` is the meaning of `auto` on the run's devices."""
     flagged = flagged_dtype({"dtype": options.dtype, **options.training})
     if flagged:
         dtype, reason = flagged
@@ -122,9 +122,8 @@ def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
 
 
 def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list[Decision]:
-    """Lets a training that resumes with other micro batches, or on another number of ranks (of all, or of those that
-    share a sequence), take as many sequences per step as before, unless `global_batch_size` is set. UserError where so
-    many ranks cannot share them.
+    """Keeps the sequences per step of a training that resumes with other micro batches, on other ranks or with another
+    sequence_parallel, unless `global_batch_size` is set. Raises UserError if so many ranks cannot share them.
     """
     manifest = read_manifest(checkpoint)
     if "run_identity" not in manifest or options.global_batch_size:
@@ -149,7 +148,7 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
 
 
 def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
-    """Decides whether the loss is computed for some tokens at a time."""
+    """Decides whether the loss is computed in tiles of tokens."""
     vocab_size = facts.size.vocab_size
     others = [name for name in ("label_smoothing_factor", "compute_loss") if options.value(name)]
     is_wanted = options.tiled_loss is True or options.training.get("use_liger_kernel")
@@ -171,15 +170,15 @@ def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
 
 
 def with_defaults(options: TrainConfig) -> dict[str, Any]:
-    """Lays the user's TrainingArguments fields over dsft's defaults, with one name where transformers has two."""
-    # 8 as in transformers, but no more tokens than dsft eval takes: long sequences would be more than what is planned.
+    """Returns the user's TrainingArguments fields over dsft's defaults, with one name where transformers has two."""
+    # 8 as in transformers, but no more tokens than in dsft eval: long sequences would exceed the plan.
     at_once = DEFAULT_BATCH_TOKENS[has_gpu()] // max(1, options.seq_len)
     derived = {
         "eval_strategy": "epoch" if options.has_held_out else "no",
         "per_device_eval_batch_size": max(1, min(8, at_once)),
     }
     values = TRAINING_DEFAULTS | derived | dict(options.training)
-    if options.early_stopping_patience or values.get("save_strategy") == "best":  # without a metric none is
+    if options.early_stopping_patience or values.get("save_strategy") == "best":  # which need a metric
         values["metric_for_best_model"] = values.get("metric_for_best_model") or "loss"
     if values.get("load_best_model_at_end"):
         values.setdefault("save_strategy", values["eval_strategy"])
@@ -197,7 +196,7 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
 
 
 def checkpointing_kwargs(options: TrainConfig) -> dict[str, Any]:
-    """The option activation_checkpointing_kwargs, by either name, a dict or JSON; ValueError where it is neither."""
+    """Returns activation_checkpointing_kwargs, given by either name as a dict or JSON; ValueError if it is neither."""
     given = with_defaults(options).get("activation_checkpointing_kwargs") or {}
     kwargs = json.loads(given) if isinstance(given, str) else given
     if not isinstance(kwargs, dict):
@@ -206,25 +205,25 @@ def checkpointing_kwargs(options: TrainConfig) -> dict[str, Any]:
 
 
 def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
-    """Composes transformers' arguments: the user's, with dsft's defaults beneath them and the plan applied. Where the
-    plan is ZeRO-3, transformers shards what it loads from here on.
+    """Makes transformers' arguments from the user's, dsft's defaults and the plan. Under ZeRO-3 transformers shards all
+    that it loads from here on.
     """
     values = with_defaults(options) | {
         "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
         "activation_checkpointing": plan.activation_checkpointing,
-        # The engine counts each rank's micro batches, also where ranks share sequences.
+        # The engine counts each rank's micro batches, even if ranks share sequences.
         "deepspeed": plan.deepspeed_config | {"train_batch_size": "auto"},
     }
     kwargs = checkpointing_kwargs(options)
     if not has_gpu():
-        kwargs.pop("offload", None)  # activations are in host memory anyhow, of which none is pinned
+        kwargs.pop("offload", None)  # activations are in host memory already
     if plan.activation_checkpointing and kwargs.get("every_n_layers", 1) != plan.checkpoint_every:
         kwargs["every_n_layers"] = plan.checkpoint_every
     if kwargs or "activation_checkpointing_kwargs" in values:
         values["activation_checkpointing_kwargs"] = kwargs
-    values["accelerator_config"] = {"non_blocking": has_gpu()}  # the host waits for no copy to the GPU
-    if values.get("use_liger_kernel"):  # its forward with a loss would take the place of tiles
+    values["accelerator_config"] = {"non_blocking": has_gpu()}  # the host does not wait for copies to the GPU
+    if values.get("use_liger_kernel"):  # its forward with a loss would replace the tiled loss
         given = values.get("liger_kernel_config") or {}
         given = json.loads(given) if isinstance(given, str) else given
         values["liger_kernel_config"] = given | {"fused_linear_cross_entropy": False, "cross_entropy": False}
@@ -233,7 +232,7 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
 
 
 def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Machine) -> list[str]:
-    """Lists what dsft or this machine cannot do with an explicit `zero`."""
+    """Lists what this training or machine cannot do with the configuration `zero_file`."""
     zero = options.zero
     training = options.training
     zero_stage = stage(zero_file)
@@ -264,7 +263,7 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
     optim = training.get("optim")
     if "optimizer" not in zero_file and zero_stage and optim in NOT_OVER_SHARDS:
         problems.append(f"optim={optim}: {NOT_OVER_SHARDS[optim]}; add zero: 0, or use adamw_torch or adamw_8bit")
-    # accelerate makes CPUAdam of all others, of 8-bit AdamW with L2 for its decay (map_pytorch_optim_to_deepspeed).
+    # accelerate replaces all others with CPUAdam, 8-bit AdamW with an L2 penalty (map_pytorch_optim_to_deepspeed).
     elif (
         "optimizer" not in zero_file
         and is_offloaded
@@ -279,7 +278,7 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
         if not machine.has_gpu and get_value(zero_file, f"zero_optimization.{name}"):
             problems.append(f"zero={zero}: {name} needs GPUs; leave it out")
     clipping = training.get("max_grad_norm", 1.0)
-    if optimizer == "muon" and zero_stage and clipping:  # it is clipped after it has made updates orthogonal
+    if optimizer == "muon" and zero_stage and clipping:  # DeepSpeed clips the orthogonalised updates
         problems.append(
             f"zero={zero}: Muon's updates would be clipped by max_grad_norm={clipping}; set max_grad_norm: 0"
         )
@@ -295,7 +294,7 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
 
 
 def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
-    """Lists what the machine cannot do, or the packages on it, if it is this one."""
+    """Lists what the machine cannot do, and missing packages if it is this one."""
     problems = []
     training = options.training
     if options.dtype == "float16" and not machine.has_gpu:
@@ -324,20 +323,20 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
 
 
 class WithoutDevice(TrainingArguments):
-    """transformers' rules alone. To find its device the original joins the process group that RANK and its like name:
-    `dsft plan` would wait for the other ranks wherever those variables are set."""
+    """transformers' checks alone. The original joins a process group to find its device: if RANK and the like are set,
+    `dsft plan` would wait for other ranks."""
 
     _setup_devices = torch.device("cpu")
     distributed_state = None
 
 
 def check_hub(options: TrainConfig) -> list[str]:
-    """Lists why nothing could be pushed to the hub, if that is asked for."""
+    """Lists why push_to_hub would fail, if it is set."""
     if not options.training.get("push_to_hub"):
         return []
     try:
         HfApi().whoami(token=options.training.get("hub_token"))
-    except Exception as error:  # of the HTTP library of its version: no network, no token, or one that is not valid
+    except Exception as error:  # of its HTTP library: no network, no token, an invalid one
         return [
             f"push_to_hub: login to the hub failed ({one_line(error)}); log in with hf auth login, or"
             " leave it out and upload final/ afterwards"
@@ -346,10 +345,10 @@ def check_hub(options: TrainConfig) -> list[str]:
 
 
 def check_training_arguments(options: TrainConfig, *, here: bool = True) -> list[str]:
-    """Returns transformers' own refusal of its options, from an object that is thrown away, and of `report_to`.
+    """Returns transformers' own error for its options, including `report_to`, from an object made for the check.
 
     Args:
-        here: whether the run is to take place on this machine, whose devices and packages transformers looks at.
+        here: whether the run is on this machine, whose devices and packages transformers checks.
     """
     values = with_defaults(options)
     report_to = values.pop("report_to") or "none"
@@ -360,7 +359,7 @@ def check_training_arguments(options: TrainConfig, *, here: bool = True) -> list
     where = "TrainingArguments of transformers"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the real object will give them
+            warnings.simplefilter("ignore")  # the real object repeats them
             made = WithoutDevice(**values | {"output_dir": values.get("output_dir") or "unused", "report_to": "none"})
         checkpointing_kwargs(options)
         where = f"report_to={report_to}"
@@ -380,8 +379,8 @@ def check_training_arguments(options: TrainConfig, *, here: bool = True) -> list
 
 
 def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:
-    """Reports each option that was set but has no, or another, effect in this configuration, with the reason. What the
-    plan does not count, `unmodelled` of planner/candidates.py reports.
+    """Reports each option that is set but has no effect, or another one, in this configuration, with the reason.
+    `unmodelled` of planner/choose.py reports what the plan does not model.
     """
     training = options.training
     defaults = LoraFields()
@@ -414,16 +413,16 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSize:
-    """Bytes on the disk of `output_dir`, over all ranks."""
+    """Bytes that a run writes to `output_dir`, over all ranks."""
 
     weight_bytes: int
-    """The model's weights, frozen ones too, or the adapter's, as safetensors; tied ones once."""
+    """Weights of the model (frozen ones too) or of the adapter as safetensors; tied ones once."""
     state_bytes: int
-    """What a checkpoint has beside them to resume from: DeepSpeed's own copy of the weights, the optimizer's state."""
+    """The rest of a checkpoint: DeepSpeed's own copy of the weights and the optimizer's states."""
     small_bytes: int
     """Tokenizer, configs, card."""
     kept: int
-    """Checkpoints that are there at once, at most: those kept, and the one that is being written."""
+    """Largest number of checkpoints at once: those kept, and the one being written."""
 
     @property
     def final_bytes(self) -> int:
@@ -441,8 +440,8 @@ class CheckpointSize:
 def checkpoint_size(
     options: TrainConfig, size: ModelSize, deepspeed_config: dict[str, Any] | None = None
 ) -> CheckpointSize:
-    """Counts what a training with a decided `dtype` writes; if no plan or explicit `zero` gives a config yet, by the
-    stage that writes least.
+    """Predicts the bytes that a training with a decided `dtype` writes; without a config, for the stage that writes
+    least.
     """
     config = compose(
         deepspeed_config or {"zero_optimization": {"stage": 3}},
@@ -452,7 +451,7 @@ def checkpoint_size(
     optimizer = optimizer_memory(config, options.training.get("optim"), weight_bytes=weight_bytes)
     zero_stage = stage(config)
     in_module = size.num_trainable if size.lora_r else size.num_params
-    # Stages 0 to 2 write the module again, stages 2 and 3 what of it is frozen (engine.py, frozen_param_fragments).
+    # Stages 0 to 2 write the module again, stages 2 and 3 its frozen part (engine.py, frozen_param_fragments).
     copied = (in_module if zero_stage < 3 else 0) + (in_module - size.num_trainable if zero_stage >= 2 else 0)
     state_bytes = weight_bytes * copied + int(optimizer.checkpoint_bytes * size.num_trainable)
     values = with_defaults(options)
@@ -480,8 +479,8 @@ def checkpoint_size(
 
 
 def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
-    """Compares the free bytes of output_dir's disk with what the run will hold there at once, beyond the checkpoints
-    that it replaces.
+    """Compares the free bytes of output_dir's disk with what the run needs at once, beyond the checkpoints that it
+    replaces.
     """
     replaced = sum(bytes_of(folder) for folder in checkpoints(output_dir))
     needed = max(size.final_bytes, size.total_bytes - replaced)

@@ -1,9 +1,9 @@
-"""From options and machine to a run that is decided and planned. One pipeline for all who ask, which loads no weight:
+"""From options and machine to a decided and planned run. One pipeline for all callers, which loads no weights:
 
     run = resolve_run(options, machine=smallest_machine())    # a training, on all of its ranks
-    run = resolve_offline(options, machine)                   # what it would decide there: plan, doctor, api
+    run = resolve_offline(options, machine)                   # what it would decide on a machine: plan, doctor, api
 
-`check_run` -> `decide_run` -> `plan_run`. So a plan is of what would be trained, and is refused where that is.
+`check_run` -> `decide_run` -> `plan_run`. So a plan is that of the training, and is refused if the training is.
 """
 
 import copy
@@ -76,51 +76,51 @@ NOT_SPREAD = {
     "use_liger_kernel": "its loss and rotations are not tried over shares of rows; tiled_loss spares logits too",
     "neftune_noise_alpha": "its noise is scaled by the length of a row, of which each rank sees a part",
 }
-"""Options that a training with sequence_parallel cannot have -> why."""
+"""Options that cannot be combined with sequence_parallel -> why."""
 
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """A training on its way from options to a plan; what is resolved is the same on every rank."""
+    """A training on its way from options to a plan; what is resolved is the same on all ranks."""
 
     options: TrainConfig
-    """After every decision so far; the given ones stay as they are."""
+    """With every decision so far; the given options are not changed."""
     machine: Machine
     decisions: list[Decision] = field(default_factory=list)
-    """Each option that was decided in the user's place, with its reason, in order."""
+    """Each option that was decided for the user, with its reason, in order."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the user should know: options without effect, packing that is not possible, what a plan assumes."""
+    """For the user: options without effect, packing that is not possible, what a plan assumes."""
 
-    # What `check_run` knows from the options and the files they name.
+    # Set by `check_run`, from the options and the files that they name.
     model: ModelFacts | None = None
-    """None if the model cannot be measured, which is a problem."""
+    """None if the model cannot be measured, which is one of the problems."""
     tokenizer: PreTrainedTokenizerBase | None = None
     data: list[FormattedSource] = field(default_factory=list)
-    """Empty if none is named, or none can be read where a plan is made."""
+    """Empty if none is named, or if a plan cannot read it."""
     held_out: list[FormattedSource] = field(default_factory=list)
     zero_file: dict[str, Any] | None = None
-    """The DeepSpeed JSON of an explicit `zero`; None with auto."""
+    """The content of an explicit `zero`; None with auto."""
     new_tokens: Sequence[int] = ()
-    """Ids of the tokens that `add_tokens` gave the tokenizer, and the model has no rows for."""
+    """Ids of the tokens that `add_tokens` added to the tokenizer, and that the model has no rows for."""
 
-    # What `decide_run` finds by trials of a small model; `options` and `model` then have its packing, attention, loss.
+    # Set by `decide_run` after trials with a small model, like packing, attention and loss of `options` and `model`.
     job: Job | None = None
-    """The training, as far as its plan depends on it."""
+    """The training as the planner sees it."""
     masked: bool | None = None
     """Whether padded batches have an attention mask."""
 
-    # What `resolve_run` adds.
+    # Set by `resolve_run`.
     plan: Plan | None = None
     reason: str = ""
-    """Why this plan."""
+    """Why this plan was chosen."""
     disk: arguments.CheckpointSize | None = None
-    """What it writes to `output_dir`."""
+    """Bytes that it writes to `output_dir`."""
     checkpoint: str | None = None
-    """That the run resumes from."""
+    """From which the run resumes."""
 
     def apply(self, decisions: Sequence[Decision], problems: Sequence[str] = ()) -> None:
-        """Decides options, one after the other: a later decision may give back what an earlier one took away."""
+        """Applies decisions one after the other: a later one may undo an earlier one."""
         for decision in decisions:
             if self.options.value(decision.name) != decision.value:
                 self.options = decide(self.options, [decision])
@@ -134,23 +134,23 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that was chosen, among which, and why."""
+    """The chosen plan, the candidates, and the reason."""
 
     plan: Plan
     candidates: tuple[Plan, ...]
-    """The best of each configuration, with activation checkpointing and without."""
+    """The best plan of each configuration, with and without activation checkpointing."""
     reason: str
-    """Sentences: why this plan, what it does not count, in what gradients are added up."""
+    """Sentences: why this plan, what it does not model, in what type gradients are accumulated."""
 
     def __repr__(self) -> str:  # of a notebook
         return self.reason
 
 
 def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[str] = ()) -> TrainingRun | None:
-    """Checks and decides a training; None if its checkpoint is complete already. Collective.
+    """Checks and decides a training; None if it is already complete. Collective.
 
     Raises:
-        UserError: with all problems that can be found before weights load, on every rank, and with `problems`, those of
+        UserError: on every rank, with all problems that can be found before weights load, and with `problems`, those of
             reading the options.
     """
     run = check_run(options, machine, problems)
@@ -159,7 +159,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     distributed.on_rank_0(lambda: raise_if_any(arguments.check_hub(before)))
     distributed.raise_together(check_weights(before, run.model, local=False))
 
-    # What depends on the disk or the clock is decided once, by rank 0.
+    # Rank 0 decides what depends on the disk or the clock.
     def resume() -> tuple[str | None, list[Decision], bool]:
         for path in clean_up(run.output_dir):
             say(f"removed {path}: an incomplete save")
@@ -169,7 +169,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     if finished:
         say(f"training is already complete at {run.checkpoint}; raise max_steps or num_train_epochs to continue")
         return None
-    # Each rank has read the options and the files that they name by itself.
+    # Each rank has read the options, and the files that they name, by itself.
     files = {f"content of {before.zero}": run.zero_file, **user_code.digests(before)}
     if run.checkpoint:
         files[f"{run.checkpoint} to resume from"] = manifest_hash(Path(run.checkpoint))
@@ -191,12 +191,12 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     config = run.plan.deepspeed_config
     distributed.raise_together(optimizer_problems(config, has_gpu=machine.has_gpu))  # on every node
     if options.training.get("torch_compile"):
-        # A rank that compiles for the shapes of its batch alone leaves the others waiting.
+        # The others wait for a rank that compiles for new shapes of its batch.
         seconds = options.step_timeout + options.compile_timeout
         run.apply([Decision("step_timeout", seconds, "a step that compiles again takes compile_timeout longer")])
     run.disk = arguments.checkpoint_size(run.options, run.model.size, config)
     distributed.on_rank_0(lambda: raise_if_any(arguments.check_room(run.output_dir, run.disk)))
-    # Products of a training in float32 go over tensor cores if the GPUs of all ranks have TF32 (since Ampere).
+    # A float32 training uses tensor cores if the GPUs of all ranks have TF32 (since Ampere).
     asks = run.options.dtype == "float32" and machine.has_gpu and "tf32" not in run.options.training
     if asks and all(distributed.from_all([is_torch_tf32_available()])):
         why = "faster: products of training keep 10 of 23 bits, evaluations keep all"
@@ -213,14 +213,14 @@ def resolve_offline(
     scored: bool = False,
     problems: Sequence[str] = (),
 ) -> TrainingRun:
-    """Decides what a training with these options would on a machine that need not be there, but for what needs the run
-    itself: its folder, the weights, and a checkpoint that it resumes from.
+    """Decides what a training with these options would decide on a machine that need not exist, except what needs the
+    run itself: its folder, the weights, and a checkpoint to resume from.
 
     Args:
         scored, problems: as `check_run` takes them.
 
     Raises:
-        UserError: with all problems of options, DeepSpeed JSON and model that a training would have too.
+        UserError: with all problems of options, DeepSpeed JSON and model, as a training would.
     """
     problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
     run = check_run(options, machine, problems, starts=False, scored=scored)
@@ -237,7 +237,7 @@ def resolve_offline(
 
 
 def decide_run(run: TrainingRun) -> None:
-    """Decides packing, masks and the tiled loss, and composes the planner's job of them. Collective."""
+    """Decides packing, masks and the tiled loss, and makes the planner's job. Collective."""
     options = run.options
     model = run.model
     kernel = None
@@ -273,7 +273,7 @@ def decide_run(run: TrainingRun) -> None:
                 " allocates a matrix of all tokens; pip install kernels, and triton"
             )
     run.model = model = dataclasses.replace(model, attn_implementation=kernel or model.attn_implementation)
-    # Padding on the right changes nothing in a causal model, but the auxiliary loss of a router.
+    # Padding on the right changes nothing in a causal model except the auxiliary loss of a router.
     run.masked = run.options.packing or bool(getattr(model.config.get_text_config(), "output_router_logits", False))
     tiling = distributed.on_rank_0(lambda: arguments.tiled_loss_decision(run.options, model))
     if options.tiled_loss is True and not tiling.value:
@@ -283,8 +283,8 @@ def decide_run(run: TrainingRun) -> None:
 
 
 def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
-    """Checks a training before any of its ranks starts, in an environment as rank 0's: what would end all of them
-    before weights load, but for a plan and what is on the hub, is a UserError.
+    """Checks a training before its ranks start, in rank 0's environment. Raises UserError for what would end all
+    ranks before weights load, except for a plan that does not fit and the hub.
     """
     folder = Path(options.training.get("output_dir") or "")
     if is_held(folder):
@@ -299,13 +299,13 @@ def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
 def check_run(
     options: TrainConfig, machine: Machine, problems: Sequence[str] = (), *, starts: bool = True, scored: bool = False
 ) -> TrainingRun:
-    """Finds everything that can be known wrong before weights load, and decides what needs no other rank.
+    """Finds every problem that shows before weights load, and decides what needs no other rank.
 
     Args:
-        machine: on which it is to run. Packages and disks are looked at if it is this one.
+        machine: to run on. Packages and disks are checked if it is this one.
         problems: of reading the options; the others are added to them.
-        starts: a training is to start now: its folder, weights and all of its data must be there.
-        scored: the model is evaluated, not trained.
+        starts: whether a training starts now: its folder, weights and all of its data must be there.
+        scored: whether the model is evaluated, not trained.
     """
     run = TrainingRun(options=options, machine=machine, notes=[*options.notes])
     _check_options(run, problems, starts=starts)
@@ -341,12 +341,12 @@ def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -
     evaluating = [name for name, values in EVALUATES.items() if run.options.training.get(name) in values]
     if starts and evaluating and not run.options.has_held_out:
         run.problems.append(f"{evaluating[0]} needs held-out data; set eval_data or eval_fraction")
-    if not problems and not run.problems:  # transformers' own rules, of options that are sound by themselves
+    if not problems and not run.problems:  # transformers' own rules come last
         run.problems += arguments.check_training_arguments(run.options, here=machine.measured)
 
 
 def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
-    """Measures the model, and checks it against the options."""
+    """Measures the model and checks it against the options."""
     options = run.options
     machine = run.machine
     if not options.model:
@@ -365,7 +365,7 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
             f"method={options.method} over {options.model}: an adapter is nothing without its base, and these"
             " random weights are saved nowhere; train method full first, or save the base as a folder"
         )
-    # On paper, an attention that needs a GPU's package, or a kernel of the hub, is taken as it will be there.
+    # On paper, an attention that needs a GPU package or a kernel from the hub is assumed to be available.
     attention = options.attn_implementation
     is_elsewhere = not starts and attention and ("flash" in attention or "/" in attention)
     measured = dataclasses.replace(options, attn_implementation=None) if is_elsewhere else options
@@ -373,7 +373,7 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
     if not starts and options.model in USUAL_MODELS and not options.revision and not Path(options.model).exists():
         config = usual_config(options.model)
     try:
-        if options.add_tokens:  # the model grows by them
+        if options.add_tokens:  # the model grows
             faults: list[str] = []
             run.tokenizer = check_tokenizer(options, faults)
             if run.tokenizer:
@@ -419,13 +419,13 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
 
 
 def _check_data(run: TrainingRun, *, starts: bool) -> None:
-    """Reads the tokenizer and the first rows of the data. Of a plan, data may be to come."""
+    """Reads the tokenizer and the first rows of the data, which for a plan may not exist yet."""
     model = run.model
     unreadable = []
     vocab_size = model.size.vocab_size if model else None
-    if run.tokenizer and model:  # with new tokens; one that it had before is not new
+    if run.tokenizer and model:  # with add_tokens
         run.problems += ids_beyond(run.tokenizer, vocab_size)
-    # If the model is missing, its tokenizer is not reported too.
+    # If the model is missing, its tokenizer is not reported as well.
     elif not run.tokenizer and run.options.model and (model or run.options.tokenizer) and (starts or run.options.data):
         run.tokenizer = check_tokenizer(run.options, unreadable, vocab_size=vocab_size)
     if starts and run.tokenizer and "strftime_now" in str(run.tokenizer.chat_template) and not run.options.chat_date:
@@ -447,7 +447,7 @@ def _check_data(run: TrainingRun, *, starts: bool) -> None:
 
 
 def _first_day(options: TrainConfig) -> Decision:
-    """Takes the day that the chat template prints from the run that is resumed, whose tokens would be others else."""
+    """Returns the day for the chat template: that of the resumed run, whose tokens contain it, else today."""
     day = None
     if given := options.training.get("resume_from_checkpoint"):
         folder = Path(given).parent if Path(str(given)).is_dir() else Path(options.training["output_dir"])
@@ -468,10 +468,10 @@ def auto_dtype(machine: Machine) -> str:
 def resume_decisions(
     options: TrainConfig, world: int, facts: ModelFacts | None = None
 ) -> tuple[str | None, list[Decision], bool]:
-    """(checkpoint to resume from or None, what follows from it, whether it is the end of the run). On rank 0.
+    """(checkpoint to resume from or None, decisions that follow from it, whether the run is complete). On rank 0.
 
     Args:
-        facts: of the model, whose trained parameters are compared with the checkpoint's; the trainer compares the rest.
+        facts: of the model, to compare its trained parameters with the checkpoint's; the trainer compares the rest.
     """
     training = options.training
     checkpoint = run_folder.last_checkpoint(options)
@@ -482,7 +482,7 @@ def resume_decisions(
         now = {TRAINED_ELEMENTS: facts.size.num_trainable, "seed of the order": shuffle_seed(training)}
         check_identity(checkpoint, now)
     decisions = arguments.keep_global_batch(options, checkpoint, world)
-    has_final = (Path(training["output_dir"]) / run_folder.FINAL).is_dir()  # a kill may have come before it
+    has_final = (Path(training["output_dir"]) / run_folder.FINAL).is_dir()  # not if it was killed before
     if has_final and run_folder.is_finished(checkpoint, training, patience=options.early_stopping_patience):
         return checkpoint, decisions, True
     if step_folder(checkpoint) is None:
@@ -494,7 +494,7 @@ def resume_decisions(
 
 
 def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
-    """Composes what a training is to the planner; its `tiled_loss` is decided. `masked`: rows have attention masks."""
+    """Makes the planner's job of a training whose `tiled_loss` is decided. `masked`: rows have attention masks."""
     training = options.training
     kwargs = arguments.checkpointing_kwargs(options)
     config = copy.deepcopy(facts.config)
@@ -512,7 +512,7 @@ def job_of(options: TrainConfig, facts: ModelFacts, *, masked: bool) -> Job:
         trainable=tuple(options.trainable),
         frozen=tuple(options.frozen),
         micro_batch=training.get("per_device_train_batch_size"),
-        # It follows from global_batch_size, on each machine anew.
+        # Derived from global_batch_size for each machine.
         accumulation=None if options.global_batch_size else training.get("gradient_accumulation_steps"),
         sequences_per_step=options.global_batch_size,
         sequence_parallel=options.sequence_parallel,
@@ -534,8 +534,8 @@ def choose_plan(
     zero_file: dict[str, Any] | None = None,
     left_out: Collection[str] = (),
 ) -> Choice:
-    """Chooses the fastest plan that fits. `zero`: "auto" for all candidates but those left out, else one of that name,
-    or the path of a DeepSpeed JSON.
+    """Chooses the fastest plan that fits. `zero`: "auto" for all candidates except `left_out`, else the name of one, or
+    the path of a DeepSpeed JSON.
     """
     own_file = zero_file if zero.endswith(".json") else None
     plans = all_plans(job, machine, zero=zero, zero_file=own_file)
@@ -554,11 +554,11 @@ def choose_plan(
 
 
 def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
-    """Chooses the plan of a decided training. One that resumes takes a plan that can take the checkpoint over.
+    """Chooses the plan of a decided training; if it resumes, one that can load the checkpoint.
 
     Raises:
-        UserError: where the plan is one that this training cannot have, or must fit and cannot: with the limiting
-            resource and the nearest plan that fits.
+        UserError: this training cannot have the plan, or the plan must fit and does not: with the limiting resource and
+            the nearest plan that fits.
     """
     options = run.options
     job = run.job
@@ -570,7 +570,7 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
         if earlier.endswith(".json"):  # it may have a scheduler, which nothing else compares
             raise UserError([f"resume_from_checkpoint={run.checkpoint}: its run had zero={earlier}; give that again"])
         if manifest.get("zero_stage") == 0:
-            zero = "0"  # what was not sharded stays so
+            zero = "0"  # its states are not sharded
     refused = refused_candidates(run)
     choice = choose_plan(job, machine, zero=zero, zero_file=run.zero_file, left_out=refused)
     config = choice.plan.deepspeed_config
@@ -593,24 +593,22 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
 
 
 def refused_candidates(run: TrainingRun) -> set[str]:
-    """Returns the candidates that this training cannot have, whatever memory they take."""
-    refused = {"0"} if run.checkpoint else set()  # its optimizer states lie elsewhere than in ZeRO's shards
+    """Returns the candidates that this training cannot have, whatever their memory."""
+    refused = {"0"} if run.checkpoint else set()  # its optimizer states are not those of ZeRO's shards
     if learning_rates(run.options):  # DeepSpeed's own optimizers have one rate
         refused |= {name for name in NAMES if "optimizer" in read_zero_file(name, [])}
     return refused
 
 
 def smaller_plan(run: TrainingRun) -> Plan | None:
-    """Finds the fastest plan for the same steps that fits and takes at most nine tenths of the memory of the run's, if
-    any.
-    """
+    """Finds the fastest plan for the same steps that fits in nine tenths of the memory of the run's plan."""
     plan = run.plan
     machine = run.machine
     per_step = run.job.batch(plan.micro_batch, plan.accumulation, machine).sequences
     job = dataclasses.replace(
         run.job,
         checkpointing=None,
-        checkpoint_every=run.job.checkpoint_every or 1,  # the others' options are long
+        checkpoint_every=run.job.checkpoint_every or 1,  # other values need long options
         micro_batch=None,
         accumulation=None,
         sequences_per_step=per_step,

@@ -1,6 +1,6 @@
-"""What is wrong with the files that options name, found in a second: torch and transformers are not loaded for it.
+"""Checks the files that options name, in a second: without torch and transformers.
 
-A launch looks at them before its launcher and its ranks start, ranks of one machine before their rendezvous.
+A launch checks them before its launcher and ranks start, ranks of one machine before their rendezvous.
 """
 
 from dsft.config import user_code
@@ -13,18 +13,18 @@ from dsft.models.model_folder import missing
 from dsft.runtime.distributed import ranks_per_node, world_size
 
 NOT_NEEDED = ("output_dir: missing", "data: missing")
-"""Beginnings of the problems that hinder a training and no plan."""
+"""How problems begin that stop a training and not a plan."""
 
 
 def check_before_rendezvous(options: TrainConfig | EvalConfig, problems: list[str]) -> None:
-    """Ends a rank with all that options and files show by themselves, where all ranks see the same: on one machine."""
+    """Raises UserError for problems of options and files, if all ranks are on one machine and see the same."""
     if ranks_per_node() == world_size():
         raise_if_any([*problems, *without_second_errors(check_named_files(options), problems)])
 
 
 def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
-    """Lists models, tokenizers, adapters and data that are not there, and files that cannot be read: the DeepSpeed
-    JSON, the user's own code, the first rows of the data. What may be on the hub is left out.
+    """Lists missing models, tokenizers, adapters and data, and unreadable files: the DeepSpeed JSON, the user's
+    own code, the first rows of the data. What may be on the hub is not checked.
     """
     problems: list[str] = []
     models = [options.model] if isinstance(options, TrainConfig) else options.model
