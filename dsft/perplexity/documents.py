@@ -32,7 +32,7 @@ from dsft.data.tokens import (
     tokenise_samples,
 )
 from dsft.errors import UserError
-from dsft.perplexity.modes import MODES, Windows, find_mode, pieces_of
+from dsft.perplexity.modes import MODES, Windows, find_mode
 from dsft.units import one_of, plural
 
 MOST_GROUPS = 1_000
@@ -208,7 +208,7 @@ def build_windows(
         windows.first_token = tokenizer.bos_token_id
     if is_text and windows.document_bytes.any():
         windows.leave_out_bytes(*bytes_of_tokens(tokenizer))
-    if not len(pieces_of(windows).tokens):
+    if not any(len(windows.scored_places(window)) for window in range(len(windows.spans))):
         raise UserError(
             f"data: {len(windows.document_ends)} documents have no token to score: a first token is context only"
         )

@@ -36,7 +36,7 @@ from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.models.tokenizer import check_ids
 from dsft.models.weight_files import model_identity
 from dsft.perplexity.documents import build_windows, group_documents
-from dsft.perplexity.modes import WINDOW_OPTIONS, Windows, pieces_of, protocol_config
+from dsft.perplexity.modes import WINDOW_OPTIONS, Windows, protocol_config
 from dsft.perplexity.results import Evaluation, Perplexity, Recorder, Results, on_data
 from dsft.perplexity.scoring import evaluate_windows
 from dsft.planner.activations import attention_of
@@ -53,7 +53,7 @@ OTHER_OPTIONS = (
     *("max_documents", "group_by", "save_tokens", "reference", "verify"),
 )
 """Options that decide how a result is computed and what is kept of it."""
-SCORING = 16  # a change of code that changes nats, or what is kept of a result, raises it
+SCORING = 17  # a change of code that changes nats, or what is kept of a result, raises it
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
 
 
@@ -287,9 +287,11 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
     """
     scored = np.flatnonzero(result.document_tokens).tolist()
     chosen = random.Random(seed).sample(scored, min(number, len(scored)))
-    pieces = pieces_of(windows)
-    wanted = np.unique(pieces.windows[np.isin(pieces.documents, chosen)])
-    windows = replace(windows, spans=windows.spans[wanted], weights=None)
+    _, ends, scored_from = windows.spans.T
+    wanted_W = np.zeros(len(ends), bool)
+    for document in chosen:
+        wanted_W |= (scored_from < windows.document_ends[document]) & (ends > windows.document_starts[document])
+    windows = replace(windows, spans=windows.spans[wanted_W], weights=None)
     plain = evaluate_windows(model, windows, batch_tokens=1, in_parts=False, **options)
     differences = np.abs(result.document_nats - plain.document_nats) / np.maximum(np.abs(plain.document_nats), 1e-12)
     return float(differences[chosen].max())

@@ -1,5 +1,5 @@
 """Defines what is scored: a data set as one row of tokens, which ranks map from a store on disk, the windows in which a
-model sees it, 24 bytes each, and which tokens of these count. A piece is what one window scores of one document.
+model sees it, 24 bytes each, and which tokens of these count.
 
 `--mode` names a `Mode` by what it does, `--protocol` by the paper or tool that reports "the perplexity" of a model so.
 The docstring of its function is the exact definition.
@@ -113,46 +113,6 @@ class Windows:
         """Return the places in `tokens` of the scored tokens of a window, in order."""
         _, end, scored_from = self.spans[window]
         return np.arange(scored_from, end)[self.scorable[scored_from:end]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """Where the pieces of all windows belong, window after window."""
-
-    windows: np.ndarray  # [P] int64
-    documents: np.ndarray  # [P] int64
-    tokens: np.ndarray  # [P] int64: scored tokens
-    begins: np.ndarray  # [W + 1] int64: place of the first piece of each window
-
-    def of(self, batch: list[int]) -> np.ndarray:
-        """Return the places of the pieces of these windows."""
-        return np.concatenate([np.arange(*self.begins[window : window + 2]) for window in batch])
-
-
-def pieces_of(windows: Windows) -> Pieces:
-    """Find the pieces of all windows, in their order: the scored part of a window within one document. What has no
-    token that counts is not a piece.
-    """
-    _, stops_W, begins_W = windows.spans.T
-    # Each window is cut where documents end: a piece for each document from its first token to its last.
-    first_W = windows.documents_of(begins_W)
-    last_W = windows.documents_of(stops_W - 1)
-    per_window = np.where(begins_W < stops_W, last_W - first_W + 1, 0)
-    windows_P = np.repeat(np.arange(len(begins_W)), per_window)
-    before_W = np.cumsum(per_window) - per_window
-    documents_P = np.arange(len(windows_P)) + np.repeat(first_W - before_W, per_window)
-    begins_P = np.maximum(begins_W[windows_P], windows.document_starts[documents_P])
-    stops_P = np.minimum(stops_W[windows_P], windows.document_ends[documents_P])
-    left_out = np.flatnonzero(~np.asarray(windows.scorable))
-    left_out_P = np.searchsorted(left_out, stops_P) - np.searchsorted(left_out, begins_P)
-    tokens_P = stops_P - begins_P - left_out_P
-    counted = tokens_P > 0
-    return Pieces(
-        windows=windows_P[counted],
-        documents=documents_P[counted],
-        tokens=tokens_P[counted],
-        begins=np.searchsorted(windows_P[counted], np.arange(len(windows.spans) + 1)),
-    )
 
 
 @functools.lru_cache(maxsize=1)

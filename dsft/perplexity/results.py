@@ -377,8 +377,8 @@ class Recorder:
         self.windows = windows
         self.partial = partial
         self.tokens = tokens
-        self.scored_before: dict[int, list[list[float]]] = {}
-        """Index of a batch -> sums of its pieces, [K][pieces], the same on every rank."""
+        self.scored_before: dict[int, list[Any]] = {}
+        """Index of a batch -> cells and sums of `scoring.sum_tokens`, the same on every rank."""
         if partial:
             partial.mkdir(parents=True, exist_ok=True)
             # Nodes may not share the folder, so what is known is the union over all ranks, before anyone appends.
@@ -396,19 +396,18 @@ class Recorder:
             self._document_starts = windows.document_starts  # once: it takes a pass over all documents
             self._parts = pyarrow.parquet.ParquetWriter(tokens / f"rank-{distributed.rank()}.parquet", TOKEN_COLUMNS)
 
-    def record(self, batch: int, windows: list[int], columns_KN: "torch.Tensor", piece_sums: list[list[float]]) -> None:
-        """Take a scored batch: its columns, window by window, nats first; and sums of its pieces, [K][pieces]."""
-        if self.partial:  # Python's repr of a float, as JSON has it, gives back every bit
-            self._file.write(f"\n{json.dumps([batch, piece_sums])}")
+    def record(self, batch: int, places_N: np.ndarray, nats_N: "torch.Tensor", sums: list[Any]) -> None:
+        """Take a scored batch: places of its tokens, their nats, and their cells and sums."""
+        if self.partial:
+            self._file.write(f"\n{json.dumps([batch, sums])}")
             self._file.flush()
         if self.tokens:
-            places = np.concatenate([self.windows.scored_places(window) for window in windows])
-            documents = self.windows.documents_of(places)
+            documents_N = self.windows.documents_of(places_N)
             columns = {
-                "document": documents,
-                "position": places - self._document_starts[documents],
-                "token": self.windows.tokens[places],
-                "nats": columns_KN[0].numpy(),
+                "document": documents_N,
+                "position": places_N - self._document_starts[documents_N],
+                "token": self.windows.tokens[places_N],
+                "nats": nats_N.numpy(),
             }
             self._parts.write_table(pyarrow.table(columns).cast(TOKEN_COLUMNS))
 

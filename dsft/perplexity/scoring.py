@@ -1,10 +1,10 @@
 """Computes perplexity on any number of ranks: each token is scored once, and the result is bit-identical.
 
-    windows --form_batches--> batches --score, one rank each--> nats of pieces --sum over ranks, fsum--> result
+    windows --form_batches--> batches --score, one rank each--> nats of tokens --sum over ranks--> result
 
 perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens before it in its window) over all scored
-tokens, log-softmax in fp32 whatever the model's dtype, sums in float64. Batches are formed from the data alone. Nats of
-a token are rounded to a multiple of 2^-28, so that sums are exact in any order and grouping, up to 33 million nats.
+tokens, log-softmax in fp32 whatever the model's dtype. Batches are formed from the data alone. Nats of a token are
+rounded to a multiple of 2^-28 and added up as whole numbers, so that sums are exact in any order and grouping.
 
 The logits of all positions never exist: they come in tiles (`models/chunked_head.py`). A head that can be computed
 alone is given some rows of hidden states at a time; a model whose head cannot scores one window at a time.
@@ -15,7 +15,7 @@ With a reference its predictions are compared, over the vocabulary V with logits
     KL(model || reference) = sum_V p_z (ln p_z - ln p_r)
     same top               whether both have the same top token
 
-Shape suffixes: B batch, T time, V vocabulary, N scored tokens, R those of one tile, K columns, P pieces, D documents.
+Shape suffixes: B batch, T time, V vocabulary, N scored tokens, R those of one tile, K columns, C cells of `sum_tokens`.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ from dsft.job import beat as watchdog
 from dsft.models.chunked_head import ROW_TILE, ChunkedHead, scored_rows
 from dsft.models.probes import RowRules, row_rules
 from dsft.models.sequence_parallel import ALONE, Team
-from dsft.perplexity.modes import Windows, pieces_of
+from dsft.perplexity.modes import Windows
 from dsft.perplexity.results import COLUMNS, Recorder
-from dsft.perplexity.sums import Perplexity, add_up, exp
+from dsft.perplexity.sums import STEPS, Perplexity, add_up, exp
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import IGNORED, in_digits
 
-STEPS = 2.0**28  # of a nat. fp32 logits above 1/32 have no finer ones.
+MOST_NATS = 1e6  # of a token: beyond it a model is broken, and whole numbers would overflow
 LEAST = -1e30  # below any logit but -inf, which whole parts of the vocabulary may be
 
 
@@ -128,9 +128,8 @@ def evaluate_windows(
             batch_tokens = 1
     lengths_W = windows.lengths  # once: it takes a pass over all windows
     batches = form_batches(lengths_W, batch_tokens, rules)
-    pieces = pieces_of(windows)
-    # Every piece is filled in on one rank and 0 on all others, so summing over ranks adds only zeros: no rounding.
-    sums_KP = np.zeros((len(COLUMNS) if others else 1, len(pieces.tokens)))
+    num_cells = len(windows.document_ends) + len(windows.spans)
+    sums_KC = np.zeros((2 + (len(COLUMNS) if others else 1), num_cells), np.int64)
 
     def scored(batch_BT: dict[str, torch.Tensor]) -> torch.Tensor:
         if team.size == 1:
@@ -156,11 +155,12 @@ def evaluate_windows(
                 tensors = collate(windows, batch, rules, pad_token_id)
                 columns_KN = scored({name: tensor.to(device) for name, tensor in tensors.items()})
                 if place_in_team == 0:
-                    places = pieces.of(batch)
-                    parts = columns_KN.split(pieces.tokens[places].tolist(), dim=1)
-                    for place, part in zip(places, parts, strict=True):
-                        sums_KP[:, place] = part.sum(dim=1)
-                    recorder.record(index, batch, columns_KN, sums_KP[:, places].tolist())
+                    places = [windows.scored_places(window) for window in batch]
+                    windows_N = np.repeat(batch, [len(each) for each in places])
+                    places_N = np.concatenate(places)
+                    cells, batch_sums = sum_tokens(windows, windows_N, places_N, columns_KN)
+                    sums_KC[:, cells] += batch_sums
+                    recorder.record(index, places_N, columns_KN[0], [cells.tolist(), batch_sums.tolist()])
                 nats = nats + columns_KN[0].sum().item()
                 num_scored = num_scored + columns_KN.shape[1]
                 bar.set_postfix_str(f"{in_digits(exp(nats / max(num_scored, 1)))} so far", refresh=False)
@@ -170,10 +170,28 @@ def evaluate_windows(
             watchdog.heartbeat()
     recorder.close()
     model.train(was_training)
-    sums_KP = sum_over_ranks(torch.from_numpy(sums_KP)).numpy()
-    for index, batch_sums in recorder.scored_before.items():
-        sums_KP[:, pieces.of(batches[index])] = batch_sums
-    return add_up(windows, pieces, sums_KP, fed_tokens=sum(tokens))
+    sums_KC = sum_over_ranks(torch.from_numpy(sums_KC)).numpy()
+    for cells, batch_sums in recorder.scored_before.values():
+        sums_KC[:, cells] += batch_sums
+    return add_up(windows, sums_KC, fed_tokens=sum(tokens))
+
+
+def sum_tokens(
+    windows: Windows, windows_N: np.ndarray, places_N: np.ndarray, columns_KN: torch.Tensor
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add the scored tokens of some windows up by document and by window.
+
+    Returns [C], the cells: numbers of documents, then, after those of all documents, of windows; and [K + 2, C] int64,
+    the sums of each: columns in steps of 2^-28, number of tokens, and number of those that are NaN or infinite.
+    """
+    is_sound_N = (columns_KN.abs() < MOST_NATS).all(dim=0)  # NaN is not
+    steps_KN = (columns_KN * STEPS).where(is_sound_N, 0).long()
+    rows_KN = torch.cat([steps_KN, torch.ones_like(steps_KN[:1]), ~is_sound_N[None]])
+    cells_N = np.concatenate([windows.documents_of(places_N), len(windows.document_ends) + windows_N])
+    cells, inverse = np.unique(cells_N, return_inverse=True)
+    sums_KC = torch.zeros(len(rows_KN), len(cells), dtype=torch.int64)
+    sums_KC.index_add_(1, torch.from_numpy(inverse), rows_KN.repeat(1, 2))
+    return cells, sums_KC.numpy()
 
 
 def collate(windows: Windows, batch: list[int], rules: RowRules, pad_token_id: int) -> dict[str, torch.Tensor]:

@@ -1,5 +1,4 @@
-"""Adds up what the windows scored, and computes 95 % intervals of ratios of the sums, such as nats per token. Sums are
-exactly rounded, so they depend on no order.
+"""Makes the result of what the windows scored, and computes 95 % intervals of ratios of sums, such as nats per token.
 
 Tokens of one document depend on each other, so intervals are over whole documents. The interval is the ratio plus and
 minus its jackknife standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11) times the
@@ -8,21 +7,21 @@ documents of one length that would be as certain, 1 / sum of squared shares (Kis
 Where a single document is scored, blocks of neighbouring windows are the units (batch means), as long as their measured
 autocorrelation asks for; below 60 windows there is no interval.
 
-Shape suffixes: D documents, P pieces, B blocks, U units, K sums of each.
+Shape suffixes: D documents, W windows, B blocks, U units, K sums of each.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from scipy.special import bdtr, stdtrit
 
 from dsft.errors import TrainingStopped
-from dsft.perplexity.modes import Pieces, Windows
+from dsft.perplexity.modes import Windows
 from dsft.units import in_digits
 
+STEPS = 2.0**28  # of a nat. fp32 logits above 1/32 have no finer ones.
 FEWEST_DOCUMENTS = 2  # with fewer scored documents, blocks of windows are kept too: intervals are computed over them
 FEWEST_BLOCKS = 60  # of a single document: the autocorrelation of fewer cannot be measured
 MOST_BLOCKS = 1_000
@@ -155,38 +154,34 @@ def exp(value: float) -> float:
     return math.inf if value > 709 else math.exp(value)
 
 
-def add_up(windows: Windows, pieces: Pieces, sums_KP: np.ndarray, *, fed_tokens: int) -> Perplexity:
-    """Add pieces up to documents, blocks and the total. Args: `sums_KP`: nats of each piece, then with a reference the
-    other columns. Raises TrainingStopped if some are NaN or infinite.
+def add_up(windows: Windows, sums_KC: np.ndarray, *, fed_tokens: int) -> Perplexity:
+    """Make the result. Args: `sums_KC`: as `scoring.sum_tokens` returns them, of all documents, then of all windows.
+    Raises TrainingStopped if some are NaN or infinite.
     """
     number = len(windows.document_ends)
-    nats_P = sums_KP[0]
-    bad = pieces.documents[~np.isfinite(sums_KP).all(axis=0)]
-    if len(bad):
+    *steps_KD, tokens_D, unsound_D = sums_KC[:, :number]
+    *steps_KW, tokens_W, _ = sums_KC[:, number:]
+    if unsound_D.any():
         raise TrainingStopped(
-            f"the loss of document {bad.min() + 1} of {number} is NaN or infinite: the model's weights are broken,"
-            " or its numbers overflow in this dtype"
+            f"the loss of document {unsound_D.argmax() + 1} of {number} is NaN or infinite: the model's weights are"
+            " broken, or its numbers overflow in this dtype"
         )
-    tokens_D = np.bincount(pieces.documents, pieces.tokens, number).astype(np.int64)
-    num_blocks = 0
-    per_block = max(1, math.ceil(len(windows.spans) / MOST_BLOCKS))
+    block_starts = np.zeros(0, np.int64)
     if (tokens_D > 0).sum() < FEWEST_DOCUMENTS:
-        num_blocks = math.ceil(len(windows.spans) / per_block)
-    blocks = pieces.windows // per_block
-    weights_P = np.ones(len(nats_P)) if windows.weights is None else windows.weights[pieces.windows]
-    pairs = [sums_by(pieces.documents, row_P, number) for row_P in sums_KP[1:]]
-    weighted_tokens = math.fsum(pieces.tokens * weights_P)
-    loss, *of_reference = (math.fsum(row_P * weights_P) / weighted_tokens for row_P in sums_KP[:2])
+        block_starts = np.arange(0, len(tokens_W), math.ceil(len(tokens_W) / MOST_BLOCKS))
+    weights_W = np.ones(len(tokens_W)) if windows.weights is None else windows.weights
+    weighted_tokens = math.fsum(tokens_W * weights_W)
+    loss, *of_reference = (math.fsum(steps_W / STEPS * weights_W) / weighted_tokens for steps_W in steps_KW[:2])
     return Perplexity(
-        nats=math.fsum(nats_P),
+        nats=float(steps_KD[0].sum() / STEPS),
         tokens=int(tokens_D.sum()),
-        document_nats=sums_by(pieces.documents, nats_P, number),
+        document_nats=steps_KD[0] / STEPS,
         document_tokens=tokens_D,
         document_bytes=windows.document_bytes - windows.unscored_bytes,
         document_words=windows.document_words,
-        document_pairs=np.array(pairs, dtype=np.float64).reshape(-1, number),
-        block_nats=sums_by(blocks, nats_P, num_blocks),
-        block_tokens=np.bincount(blocks, pieces.tokens, num_blocks)[:num_blocks].astype(np.int64),
+        document_pairs=np.array(steps_KD[1:]).reshape(-1, number) / STEPS,
+        block_nats=np.add.reduceat(steps_KW[0], block_starts) / STEPS,
+        block_tokens=np.add.reduceat(tokens_W, block_starts),
         fed_tokens=fed_tokens,
         reported_loss=loss,
         reference_loss=of_reference[0] if of_reference else math.nan,
@@ -212,15 +207,6 @@ def merge_blocks(nats_B: np.ndarray, tokens_B: np.ndarray) -> tuple[np.ndarray, 
     merged = max(number // max(length, 1), FEWEST_MERGED)
     starts = np.arange(merged) * number // merged
     return np.add.reduceat(nats_B, starts), np.add.reduceat(tokens_B, starts)
-
-
-def sums_by(groups: np.ndarray, values: np.ndarray, number: int) -> np.ndarray:
-    """Return [number] exactly rounded sums of the values of each group; none if `number` is 0."""
-    if not number:
-        return np.zeros(0)
-    sorted_values = values[np.argsort(groups, kind="stable")]
-    bounds = np.cumsum([0, *np.bincount(groups, minlength=number)]).tolist()
-    return np.array([math.fsum(sorted_values[start:end]) for start, end in pairwise(bounds)])
 
 
 @dataclass(frozen=True, kw_only=True)
