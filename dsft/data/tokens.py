@@ -21,18 +21,12 @@ import ctypes
 import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import signal
-import sys
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -65,13 +59,12 @@ rendered_apart (sequences for answers that the template renders otherwise in a l
 (answers that no generation prompt leads to), empty_thinking; weighted_tokens are trained ones of a weight other than 1.
 """
 VERSION = 15  # of the folders; a change of code that changes tokens raises it
-WORKERS_FROM_BYTES = 64 << 20
-WORKERS_FROM_BYTES_OF_CHATS = 8 << 20
-"""Smaller sources are left to this process: workers take seconds to start. Texts and pairs are tokenised many at once
-by the tokenizer's own threads, chats one by one.
+WORKERS_FROM_BYTES = 8 << 20
+"""Of chats, which are rendered one by one; smaller sources are left to this process. Texts and pairs are tokenised many
+at once, by the tokenizer's own threads.
 """
-WORKER_BYTES = 400 << 20
-"""What a worker takes with its imports; together they take at most a quarter of the memory that is free."""
+WORKER_BYTES = 200 << 20
+"""What a worker takes beside what it shares; together they take at most a quarter of the memory that is free."""
 
 Sample = Text | Pair | Chat | None  # a row in its canonical form; None for one that is left out
 
@@ -555,9 +548,8 @@ def _write(
     source = data.source
     rules = data.rules
     name = "held-out rows" if data.held_out and data.held_out.wanted else source.key
-    smallest = WORKERS_FROM_BYTES_OF_CHATS if rules.form is Chat else WORKERS_FROM_BYTES
     workers = 1
-    if source.size_bytes >= smallest:
+    if rules.form is Chat and source.size_bytes >= WORKERS_FROM_BYTES:
         workers = max(1, min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES))
     bar = progress_bar(is_shown=show_progress, desc=f"Preparing {name}", unit=" tokens", unit_scale=True)
     largest_id = max(tokenizer.get_vocab().values())
@@ -580,59 +572,43 @@ def _tokenised(
         before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         try:
-            for batch in batches:
-                yield tokenise_batch(batch)
+            yield from map(tokenise_batch, batches)
         finally:
             os.environ["TOKENIZERS_PARALLELISM"] = before
         return
-    # This process has threads (of the process group, of tokenizers), which a fork would copy half.
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker, initargs=(tokenise_batch,))
-    waiting: deque[Future] = deque()
+    import torch  # not needed for what is prepared already
+
+    loader = torch.utils.data.DataLoader(
+        _Tokeniser(tokenise_batch),
+        sampler=batches,
+        batch_size=None,  # each item is a batch
+        num_workers=workers,
+        worker_init_fn=_end_with_parent,
+        multiprocessing_context="fork",
+        generator=torch.Generator(),  # it draws a seed; the ranks that prepare nothing draw none
+    )
     try:
-        for batch in batches:
-            with _without_program():  # each may start a process
-                waiting.append(pool.submit(_work, batch))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        for future in waiting:
-            yield future.result()
-    except BrokenProcessPool:
-        problem = "a process that tokenised was killed (out of memory?); what was prepared so far is removed"
-        raise UserError(problem) from None
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for tokens in loader:
+            if isinstance(tokens, UserError):
+                raise tokens
+            yield tokens
+    except RuntimeError as error:
+        raise UserError(f"a process that tokenised ended ({one_line(error)}); was it out of memory?") from None
 
 
-@contextmanager
-def _without_program() -> Iterator[None]:
-    """Hides the user's program from processes that start in here: spawn runs it again in each of them. One that
-    evaluates at its top, without `if __name__ == "__main__"`, would wait there for the lock that is held for it.
-    """
-    main = vars(sys.modules["__main__"])
-    hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
-    main["__spec__"] = None  # get_preparation_data of multiprocessing/spawn.py goes by these two
-    try:
-        yield
-    finally:
-        main.update(hidden)
+def _end_with_parent(_worker: int) -> None:
+    """Has the kernel end this process with its parent (PR_SET_PDEATHSIG), to which it would hand over tokens for ever."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-_worker: Callable[[Batch], Tokens] | None = None  # of a worker process
+class _Tokeniser:
+    """What the loader's processes read items of."""
 
+    def __init__(self, tokenise_batch: Callable[[Batch], Tokens]):
+        self.tokenise_batch = tokenise_batch
 
-def _start_worker(tokenise_batch: Callable[[Batch], Tokens]) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker for each core
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the workers
-
-    def exit_with_parent() -> None:  # a worker of a killed process would wait for work for ever
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    _worker = tokenise_batch
-
-
-def _work(batch: Batch) -> Tokens:
-    return _worker(batch)
+    def __getitem__(self, batch: Batch) -> Tokens | UserError:
+        try:
+            return self.tokenise_batch(batch)
+        except UserError as error:  # the loader would add its own words to one that is raised
+            return error

@@ -13,11 +13,13 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import pytest
-from conftest import ROOT, flags
+import torch
+from conftest import ROOT
 from ranks import on_ranks, run_entry
 from tiny import sentences, write_jsonl, write_texts
 from tokenizers.processors import TemplateProcessing
@@ -76,19 +78,32 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*") if path.name != "facts.json"}
 
 
-def test_many_processes_prepare_what_one_does(tiny, tokenizer, tmp_path, monkeypatch):
-    rules = rules_of("prompt", "completion", seq_len=32, too_long="split")
-    path = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": text, "completion": text * 3} for text in sentences(5000)])
+def test_many_processes_prepare_what_one_does(tiny, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(TrainConfig(model=str(tiny / "chat")))
+    rules = rules_of("messages", seq_len=32, too_long="split")
+    question = {"role": "user", "content": "the"}
+    chats = [{"messages": [question, {"role": "assistant", "content": text * 3}]} for text in sentences(3000)]
+    path = write_jsonl(tmp_path / "chats.jsonl", chats)
     alone = prepare(formatted(path, rules), tokenizer, tmp_path / "one", show_progress=False)
     monkeypatch.setattr(preparing, "WORKERS_FROM_BYTES", 0)
     monkeypatch.setattr(preparing, "cpu_count", lambda: 2)
+    random_state = torch.get_rng_state()
     shared = prepare(formatted(path, rules), tokenizer, tmp_path / "two", show_progress=False)
-    assert (
-        content(alone.folder) == content(shared.folder)
-        and alone.counts == shared.counts
-        and alone.folder.name == shared.folder.name
-    )
-    assert alone.counts["rows"] == 5000 and alone.counts["split"] > 0 and alone.tokens.dtype == np.uint16
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert content(alone.folder) == content(shared.folder) and alone.counts == shared.counts
+    assert alone.folder.name == shared.folder.name
+    assert alone.counts["rows"] == 3000 and alone.counts["split"] > 0 and alone.tokens.dtype == np.uint16
+    write_jsonl(path, [*chats, {"messages": [question, {"role": "assistant", "content": 5}]}])
+    with pytest.raises(UserError, match=r"chats.jsonl, line 3001: message 2 \(assistant\) must contain text.*int"):
+        prepare(formatted(path, rules), tokenizer, tmp_path / "two", show_progress=False)
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(preparing, "tokenise_samples", die)
+    with pytest.raises(UserError, match="a process that tokenised ended .*; was it out of memory"):
+        prepare(formatted(path, rules), tokenizer, tmp_path / "three", show_progress=False)
+    assert not list((tmp_path / "three").glob("*.partial"))
 
 
 def test_a_fingerprint_changes_with_all_that_decides_the_tokens(tiny, tokenizer, tmp_path, monkeypatch):
@@ -150,34 +165,9 @@ PREPARES_WITH_WORKERS = """
 import sys
 from dsft.cli.main import main
 from dsft.data import tokens as prepare
-prepare.WORKERS_FROM_BYTES_OF_CHATS, prepare.cpu_count = 0, lambda: 2
+prepare.WORKERS_FROM_BYTES, prepare.cpu_count = 0, lambda: 2
 main(sys.argv[1:])
 """
-
-
-RUNS_ONCE = """
-import sys
-from pathlib import Path
-
-if (runs := Path("runs")).exists():
-    runs.write_text("again, in a worker")
-    sys.exit(1)
-runs.write_text("once")
-from dsft.data import sources
-sources.BATCH_ROWS = 1
-"""
-
-
-def test_workers_do_not_run_the_users_program_again(tiny, tmp_path):
-    """One that evaluates at its top waited there for the lock that its first process held: for ever."""
-    rows = [{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "model"}]}] * 3
-    write_jsonl(tmp_path / "chats.jsonl", rows)
-    (tmp_path / "program.py").write_text(RUNS_ONCE + PREPARES_WITH_WORKERS)
-    options = flags({"model": tiny / "chat", "data": "chats.jsonl", "data_cache": "cache"})
-    command = [sys.executable, "program.py", "prepare", *options]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert (run.returncode, (tmp_path / "runs").read_text()) == (0, "once"), run.stderr
-    assert "Traceback" not in run.stderr, run.stderr
 
 
 @pytest.mark.launch
