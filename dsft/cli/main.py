@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     name = SYNONYMS.get(name, name)
     if name not in COMMANDS:
-        raise UserError(f"unknown command {name!r}{nearest(name, [*COMMANDS, *SYNONYMS])}; dsft --help lists them")
+        raise UserError(f"unknown command {name!r}; dsft --help lists them{nearest(name, [*COMMANDS, *SYNONYMS])}")
     if {"-h", "--help"} & set(words):
         launched = next((word for word in words if word in ("train", "eval")), name)
         print(command_help(launched if name == "launch" else name, everything="all" in words))
@@ -60,6 +60,10 @@ def main(argv: list[str] | None = None) -> None:
         from dsft.launch import launch
 
         if name != "launch":
+            if not words:
+                raise UserError(
+                    f"dsft {name} needs a YAML file, as dsft init writes it, or options such as --model and --data"
+                )
             words = [name, *words]
             flags, _ = read_flags(words, {"no_preflight": bool})
             if not flags:

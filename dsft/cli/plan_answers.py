@@ -41,6 +41,7 @@ TOKENISED_ROWS = 200
 CLEARLY_FASTER = 1.1
 NODES = (2, 4, 8, 16, 32, 64)
 SHORTEST = 512
+SHOWN_PLANS = 5
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,10 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
             lines.append(f"smaller: {plan_flags(smaller, run.job)} ({describe_cost(smaller)})")
     lines += [f"would fit: {describe_way(way)}" for way in ways]
     show_text("\n".join(lines))
+    shown = sorted(choice.candidates, key=lambda each: (each is not plan, each.step_seconds / each.tokens_per_step))
+    if not options.explain:
+        shown = [each for each in shown if each is plan or each.fits][:SHOWN_PLANS]
+    show_table(plans_table([("->" if each is plan else "", each) for each in shown], shards=machine.world_size > 1))
     if options.explain:
         explain(run, choice)
     return plan.fits
@@ -158,12 +163,10 @@ def describe_cost(plan: Plan) -> str:
 
 
 def explain(run: TrainingRun, choice: Choice) -> None:
-    """Print every candidate, what was assumed, and every term of the chosen plan."""
+    """Print what was assumed, and every term of the chosen plan."""
     plan = choice.plan
     job = run.job
     size = job.size
-    candidates = sorted(choice.candidates, key=lambda each: each.step_seconds / each.tokens_per_step)
-    show_table(plans_table([("->" if each is plan else "", each) for each in candidates]))
     lines = [
         f"{job.seq_len:,} tokens per sequence, {job.dtype}, {job.optimizer}",
         f"B parameters: {size.num_params / 1e9:,.3f}, of a token {size.active_params / 1e9:,.3f}, trained"
@@ -194,14 +197,14 @@ def compare_machines(options: PlanOptions, runs: list[TrainingRun]) -> bool:
     return any(plan.fits for plan in plans)
 
 
-def plans_table(plans: Iterable[tuple[str, Plan]]) -> Table:
-    """A row for each plan, behind a word of its own."""
-    names = ("", "ZeRO", "ckpt", "batch", "peak GiB", "step", "tokens/s")
+def plans_table(plans: Iterable[tuple[str, Plan]], *, shards: bool = True) -> Table:
+    """A row for each plan, behind a word of its own. `shards`: a stage is of interest without an offload too."""
+    names = ("", "ZeRO" if shards else "offload", "ckpt", "batch", "peak GiB", "step", "tokens/s")
     table = Table(*names, box=SIMPLE_HEAD, show_edge=False)
     for word, plan in plans:
         table.add_row(
             word,
-            plan.zero,
+            plan.zero if shards or offloads(plan.deepspeed_config) else "",
             plan.checkpointing,
             f"{plan.micro_batch} x {plan.accumulation}",
             f"{plan.device_bytes / GiB:,.1f}" + ("" if plan.fits else " (no)"),

@@ -187,6 +187,8 @@ SAME_VALUES = {
     ("dtype", "bf16"): "bfloat16",
     ("dtype", "fp16"): "float16",
     ("dtype", "fp32"): "float32",
+    ("bf16", "auto"): None,  # dtype is auto
+    ("lora_target_modules", "all"): "all-linear",
     ("optim", "adamw"): "adamw_torch",
     ("report_to", "None"): "none",
     ("resume_from_checkpoint", True): "auto",

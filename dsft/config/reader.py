@@ -198,7 +198,7 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
     except UnicodeDecodeError as error:
         problems.append(f"--config {path}: not valid UTF-8 ({error.reason} at byte {error.start})")
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: `!!int x`
-        problems.append(f"--config {path}: not valid YAML: {one_line(error)}")
+        problems.append(f"--config {path}: not valid YAML: {one_line(error).replace(UNNAMED, '')}")
     else:
         if content is None:
             return {}
@@ -208,6 +208,8 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
     return None
 
 
+UNNAMED = ' in "<unicode string>"'
+"""Of PyYAML, which knows no file's name."""
 MOST_ALIASES = 10
 """In a YAML file: nested ones multiply, and can stand for more than fits into memory."""
 
@@ -318,7 +320,8 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     try:
         return cls(**{fields[name].name: value for name, value in values.items()})
     except TypeError as error:  # a required one is missing
-        raise UserError(one_line(error).partition(" ")[2]) from None
+        names = re.findall(r"'(\w+)'", str(error))
+        raise UserError(f"--{' and --'.join(names)} must be given") from None
 
 
 def check_values(
@@ -339,13 +342,13 @@ def check_values(
             problems.append(f"{key}: {describe_unknown(key, known)}")
             continue
         hint = types_by_name[key]
+        if isinstance(value, (str, bool)):
+            value = SAME_VALUES.get((key, value), value)  # of other trainers
         if value is None and (key == "report_to" or not takes_none(hint)):
             continue  # null in YAML: the option is not set
         if isinstance(value, Repeated) and not takes_list(hint):
             problems.append(f"--{key} is given {len(value)} times ({', '.join(map(str, value))}); keep one")
             continue
-        if isinstance(value, (str, bool)):
-            value = SAME_VALUES.get((key, value), value)  # of other trainers
         try:
             value = convert(value, hint)
         except ValueError as error:

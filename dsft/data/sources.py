@@ -239,7 +239,7 @@ def _find_files(entry: str) -> list[Path]:
     if not files and path.is_dir():
         raise ValueError(f"the folder {entry} contains no {kinds} file")
     if not files and is_path(entry):
-        raise ValueError(f"{entry} does not exist (seen from {Path.cwd()})")
+        raise ValueError(f"{entry} does not exist (working directory: {Path.cwd()})")
     for file in files:
         if not file.exists():
             raise ValueError(f"{file} is a link to a file that does not exist")
@@ -287,7 +287,7 @@ def _load_from_hub(name: str, config: str | None, split: str) -> Any:
         return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
         raise UserError(
-            f"{name} is neither a file here (seen from {Path.cwd()}) nor a hub data set that can be read:"
+            f"{name} is neither a file (working directory: {Path.cwd()}) nor a hub data set that can be read:"
             f" {type(error).__name__}: {one_line(error)}"
         ) from None
 

@@ -425,7 +425,7 @@ class ProgressLog(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():  # the sums of the end
             return
-        width = 8 if "loss" in logs else 0
+        width = 9 if "loss" in logs else 0
         parts = [f"step {state.global_step:>6}"]
         for text in on_screen(logs):
             name, _, value = text.partition(" ")

@@ -35,6 +35,8 @@ INIT = ["init", "--model", "m", "--data", "d", "--out"]
     ("arguments", "expected"),
     [
         ([*INIT, "file"], "file: exists"),
+        (["train"], "dsft train needs a YAML file"),
+        (["merge", "file"], "--out must be given"),
         ([*INIT, "file/run.yaml"], "file: File exists"),
         (["quickstart", "file"], "file: File exists"),
         (["export", "file", "out"], "file: dsft export reads folders of models"),

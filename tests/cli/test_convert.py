@@ -17,12 +17,13 @@ AXOLOTL = {
     "wandb_project": None,
     "auto_resume_from_checkpoints": False,
     "output_dir": "out",
+    "bf16": "auto",
 }
 LLAMA_FACTORY = {
     "stage": "sft",
     "finetuning_type": "lora",
     "lora_rank": 8,
-    "lora_target": "all-linear",
+    "lora_target": "all",
     "template": "qwen",
 }
 TRL = {"model_name_or_path": "m", "dataset_name": "owner/name", "max_length": 512, "use_peft": True, "lr": 1e-4}
@@ -38,10 +39,11 @@ CASES = [
             "packing": True,
             "output_dir": "out",
             "resume_from_checkpoint": False,
+            "bf16": "auto",
         },
         ["evals_per_epoch", "flash_attention"],
     ),
-    (LLAMA_FACTORY, {"method": "lora", "lora_r": 8, "lora_target_modules": "all-linear"}, ["stage", "template"]),
+    (LLAMA_FACTORY, {"method": "lora", "lora_r": 8, "lora_target_modules": "all"}, ["stage", "template"]),
     (TRL, {"model": "m", "data": "owner/name", "seq_len": 512, "method": "lora", "learning_rate": 1e-4}, []),
 ]
 
@@ -56,6 +58,7 @@ def test_the_usual_options_are_converted_and_the_others_named(given, expected, l
     screen = capsys.readouterr().out
     for name in left_out:
         assert f"# {name}: left out" in text and f"dsft: {name}: left out" in screen
+    assert not [line for line in screen.splitlines() if "to do" in line and "missing" not in line]
 
 
 @pytest.mark.parametrize(("content", "expected"), [("", "contains no options"), (None, "cannot be read")])

@@ -339,5 +339,5 @@ def test_the_command_prints_tables_or_json_and_names_a_folder_without_results(fo
             UserError, match=f"no documents.parquet; write one with dsft eval ... --output_dir {tmp_path}$"
         ):
             run_command("compare", [str(name)])
-    with pytest.raises(UserError, match="missing 1 required positional argument: 'results'"):
+    with pytest.raises(UserError, match="--results must be given"):
         run_command("compare", [])

@@ -15,7 +15,7 @@ TRAIN = "train --model MODEL --data TEXTS --output_dir NEW --max_steps 1 --seq_l
 EVAL = "eval --model MODEL --data TEXTS --seq_len 32"
 CASES = {
     # the command itself
-    "tran": "unknown command 'tran'; did you mean 'train'",
+    "tran": "unknown command 'tran'; dsft --help lists them; did you mean 'train'",
     "plan": "model: missing",
     "plan --model MODEL --gpus 8": "--gpus '8'",
     "plan --model MODEL --gpus 8x80": "'80' is not a size",
@@ -23,7 +23,7 @@ CASES = {
     "plan --model MODEL --hostfile nowhere": "nowhere: no such file",
     "checkpoints NEW": "contains no checkpoints",
     "verify NEW": "is not a folder",
-    "verify": "missing 1 required positional argument: 'folder'",
+    "verify": "--folder must be given",
     "export NEW OUT": "NEW",
     "merge MODEL OUT": "MODEL",
     "preview --data TEXTS": "model: missing",
@@ -33,7 +33,7 @@ CASES = {
     "launch --hostfile TEXTS --slurm train": "--slurm: removed; sbatch",
     "launch tain": "expected train or eval, got 'tain'",
     "train qa.jsonl": "unexpected argument 'qa.jsonl'; options are written --key value",
-    "finetun --model MODEL": "unknown command 'finetun'; did you mean 'finetune'",
+    "finetun --model MODEL": "unknown command 'finetun'; dsft --help lists them; did you mean 'finetune'",
     "train --config FOREIGN": "options of another trainer: datasets, flash_attention, load_in_4bit; dsft convert FILE",
     # names of options
     f"{TRAIN} --learning_rat 1": "learning_rat: unknown key; did you mean 'learning_rate'",
