@@ -1,6 +1,6 @@
-"""What a training measures, writes and checks while it runs: the metrics of its log, computed from one collective for
-each optimizer step, which is read a step later, so that the host waits for no work that a GPU is still at;
-metrics.jsonl and the lines on the screen; whether anything is learnt, and whether the plan was right.
+"""What a training measures, logs and checks: metrics from one collective for each optimizer step, which is read a step
+later so that the host does not wait for the GPU; metrics.jsonl and the lines on the screen; whether anything is learnt,
+and whether the plan was right.
 """
 
 import contextlib
@@ -44,19 +44,19 @@ from dsft.setup.decide import TrainingRun
 from dsft.units import GiB, in_digits, plural, printable
 
 ROUNDING = 1e-5
-"""Of sums of the loss in fp32: what models add to theirs is more."""
+"""Relative error of fp32 sums of the loss; terms that models add to it are larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """What a run can compute, for the shares of it that are used."""
+    """The peak rates of a run, for MFU."""
 
     num_gpus: int
-    """Of all nodes; 0 where ranks run on CPU, whose speed is logged only together."""
+    """Of all nodes; 0 for CPU ranks, for which only the total speed is logged."""
     flops_per_token: float
-    """Of training a full sequence, without what activation checkpointing computes again."""
+    """Of training on full sequences, without recomputation."""
     peak_flops: float
-    """Of one GPU by its data sheet, in the run's dtype; 0 where that is not known."""
+    """Of one GPU by its data sheet, in the run's dtype; 0 if unknown."""
     own_loss: bool
     """The first sum of nats is of the user's `compute_loss`."""
 
@@ -76,50 +76,50 @@ class Compute:
 
 @dataclass
 class Sums:
-    """Over all ranks and micro batches: of one optimizer step, or of those since the last line of the log."""
+    """Sums over all ranks and micro batches, of one optimizer step or of those since the last log entry."""
 
     bad: float = 0.0
-    """Losses that are NaN or infinite."""
+    """Number of losses that are NaN or infinite."""
     tokens: float = 0.0
     """Without padding."""
     trained: float = 0.0
     positions: float = 0.0
     """With padding."""
     weighted: float = 0.0
-    """Nats of the trained tokens, with label smoothing, or their losses of `compute_loss`, times their weights."""
+    """Nats of the trained tokens with label smoothing, or their losses by `compute_loss`, times their weights."""
     nats: float = 0.0
-    """Of the trained tokens, without."""
+    """Of the trained tokens, without weights and smoothing."""
     objective: float = 0.0
-    """What is trained times the trained tokens: `weighted`, and what the model adds to them."""
+    """The trained loss times the trained tokens: `weighted`, plus terms that the model adds."""
     asked: float = 0.0
-    """Ranks that were asked to stop."""
+    """Number of ranks that were asked to stop."""
     due: float = 0.0
-    """Ranks for which a save is due."""
+    """Number of ranks for which a save is due."""
 
 
 class Work:
-    """Sums of the step at hand, of steps that were sent and not read yet, and the next line of the log so far."""
+    """Sums of the current step, of steps that were sent and not read yet, and of the next log entry so far."""
 
     def __init__(self, device: torch.device):
         self._step_sums = torch.zeros(
             len(dataclasses.fields(Sums)), dtype=torch.float64, device=device
         )  # counts are exact
         self.unread: deque[tuple[int, torch.Tensor, Any]] = deque()
-        """Step, its sums on the host, and when they are there."""
+        """Step, its sums on the host, and the event after which they are there."""
         self.begin_interval()
 
     def begin_interval(self) -> None:
-        """Start from 0 after a line of the log."""
+        """Start from 0 after a log entry."""
         self.sums = Sums()
         """Of the steps that were read."""
         self.data_seconds = 0.0
         """This rank waited for batches."""
         self.begun = time.perf_counter()
-        """When it began, put off by what is not its steps' time."""
+        """When the interval began, moved later by the time of evaluations and saves."""
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave an evaluation or a save inside a `with` out of the interval's time."""
+        """Exclude an evaluation or a save inside a `with` from the interval's time."""
         start = time.perf_counter()
         yield
         self.begun += time.perf_counter() - start
@@ -138,9 +138,9 @@ class Work:
         """Count a micro batch.
 
         Args:
-            objective: what is trained, times the step's trained tokens.
+            objective: the loss times the step's trained tokens.
             nats: with and without weights.
-            num_tokens: without padding, trained tokens, and positions.
+            num_tokens: tokens without padding, trained tokens, and positions.
         """
         self._step_sums[:7] += torch.cat([(~objective.isfinite()).view(1), num_tokens, nats, objective.view(1)])
 
@@ -156,7 +156,7 @@ class Work:
         self._step_sums.zero_()
 
     def read(self) -> tuple[int, Sums]:
-        """(the oldest step that was sent, its sums), added to the interval's; waits until the step's work is done."""
+        """Return the oldest unread step and its sums, added to the interval's; waits until the step's work is done."""
         step, on_host, copied = self.unread.popleft()
         if copied:
             copied.synchronize()
@@ -172,7 +172,7 @@ def gather_peaks() -> dict[str, float]:
 
 
 def gather_metrics(work: Work, compute: Compute) -> dict[str, float]:
-    """Return the metrics of the steps since the last line of the log, and the peaks of memory. Collective."""
+    """Return the metrics of the steps since the last log entry, and peaks of memory. Collective."""
     ranks = from_all([(peak_memory_bytes(), work.data_seconds, gpu_utilization())])
     metrics = _peak_metrics([peaks for peaks, _, _ in ranks])
     if not work.sums.positions:
@@ -188,7 +188,7 @@ def gather_metrics(work: Work, compute: Compute) -> dict[str, float]:
 
 
 def _peak_metrics(ranks: list[dict[str, int]]) -> dict[str, float]:
-    """`peak_gpu_gib` (where there is a GPU) and `peak_host_gib` of the ranks' peaks in bytes."""
+    """Return `peak_gpu_gib` (with a GPU) and `peak_host_gib` from the ranks' peaks in bytes."""
     metrics = {}
     for place in ranks[0]:
         most = max(peaks[place] for peaks in ranks)
@@ -213,14 +213,14 @@ SCREEN = {
     "skipped_steps": "skipped_steps",
     "eval_tokens": "eval_tokens",
 }
-"""Metric -> its name in a line of the screen, in the line's order: a narrow terminal leaves out the last."""
+"""Metric -> its name on the screen, in the order of a line: a narrow terminal drops the last ones."""
 PART = re.compile(r"eval_(.+)_(loss|perplexity)")
-"""Metrics of one set of what is held out; `eval_macro_*` are means over sets."""
+"""Metrics of one held-out set; `eval_macro_*` are means over sets."""
 
 
 def step_metrics(sums: Sums, seconds: float, compute: Compute) -> dict[str, float]:
-    """Compute the metrics of steps that took `seconds`, without evaluations and saves. There is no loss where no token
-    was trained: the last window of a text may be of one token, before which nothing stands.
+    """Compute the metrics of steps that took `seconds`, without evaluations and saves. There is no loss if no token was
+    trained: the last window of a text may have a single token, without context.
     """
     metrics = {}
     if sums.trained:
@@ -248,7 +248,7 @@ def _differ(value: float, base: float) -> bool:
 
 
 def on_screen(logs: dict[str, float]) -> Iterator[str]:
-    """Yield what a line of the log shows, part by part."""
+    """Yield the parts of a line on the screen."""
     for name, label in SCREEN.items():
         if name in logs:
             text = f"{label} {in_digits(logs[name])}"
@@ -261,8 +261,8 @@ def on_screen(logs: dict[str, float]) -> Iterator[str]:
 
 
 def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict[str, float]:
-    """Compute loss, perplexity and tokens of each held-out set, and the means over sets: of losses, and exp of that.
-    `set_D`: which of `names` each document of the result is of.
+    """Compute loss, perplexity and tokens of each held-out set, the mean loss, and its exp. `set_D`: the number
+    in `names` of each document's set.
     """
     metrics = {}
     losses = []
@@ -288,15 +288,15 @@ def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict
 
 
 CLOSE_TO_UNIFORM = 0.01
-"""A loss within this share of ln(vocabulary) is no better than uniform."""
+"""A loss within this share of ln(vocabulary) is not better than uniform."""
 MOST_SKIPPED = 10
 MOST_SKIPPED_IN_FP16 = 17
-"""Steps that may be skipped in a row. In fp16 the first ones are, until the loss's scale fits: 17 from 65,536 to 1."""
+"""Steps that may be skipped in a row. In fp16 the search for the loss scale skips steps: 17 from 65,536 to 1."""
 PEAKS = ("peak_gpu_gib", "peak_host_gib")
 
 
 class LearningCheck(TrainerCallback):
-    """Warns where nothing is learnt: a gradient norm of 0, or a loss that stays at ln(vocabulary)."""
+    """Warns if nothing is learnt: a gradient norm of 0, or a loss that stays at ln(vocabulary)."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -327,8 +327,8 @@ class LearningCheck(TrainerCallback):
 
 
 class SkippedSteps:
-    """Counts the optimizer steps that DeepSpeed skips in silence: a gradient is infinite or NaN. In fp16 that is now
-    and then no fault, but the search for the loss's scale. `most` may be skipped in a row.
+    """Counts the optimizer steps that DeepSpeed skips silently because a gradient is infinite or NaN. In fp16 that is
+    part of the search for the loss scale. `most` may be skipped in a row.
     """
 
     def __init__(self, *, in_fp16: bool = False, most: int | None = None):
@@ -337,8 +337,8 @@ class SkippedSteps:
         self.most = most or (MOST_SKIPPED_IN_FP16 if in_fp16 else MOST_SKIPPED)
 
     def note(self, step: int, *, is_skipped: bool, at_least_scale: bool = False) -> None:
-        """Note step number `step`; the same on all ranks. `at_least_scale`: fp16's loss scale can be no smaller.
-        Raises TrainingStopped where too many steps in a row were skipped.
+        """Note step number `step`; the same on all ranks. `at_least_scale`: fp16's loss scale is at its minimum.
+        Raises TrainingStopped if too many steps in a row were skipped.
         """
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
         self.number += is_skipped
@@ -354,19 +354,17 @@ class SkippedSteps:
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """transformers', which reports that it ends the training; checkpoints keep its count."""
+    """transformers', which reports that it ends the training, and whose count survives a resume."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Goes on counting where a checkpoint has stopped, be it at the end of the patience; transformers' own begins
-        again.
-        """
+        """Continues the checkpoint's count, even if its patience has run out; transformers' starts from zero."""
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
         vars(self).update(saved)
         self.resumed_at = state.global_step
         control.should_training_stop = self.early_stopping_patience_counter >= self.early_stopping_patience
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
-        if 0 < state.global_step == self.resumed_at:  # eval_on_start; the step counted before the checkpoint
+        if 0 < state.global_step == self.resumed_at:  # eval_on_start: this step was counted before the checkpoint
             return
         was_stopping = control.should_training_stop
         super().on_evaluate(args, state, control, metrics, **kwargs)
@@ -379,7 +377,7 @@ class EarlyStopping(EarlyStoppingCallback):
 
 
 class MetricsFile(TrainerCallback):
-    """Writes each log entry into metrics.jsonl as it comes, on rank 0; a run that resumes continues the file."""
+    """Appends each log entry to metrics.jsonl, on rank 0; a resumed run continues the file."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.path = Path(args.output_dir) / METRICS_FILE if state.is_world_process_zero else None
@@ -388,7 +386,7 @@ class MetricsFile(TrainerCallback):
         earlier = []
         if state.global_step and self.path.is_file():
             for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line, or one of another program
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # a truncated or foreign line
                     if line.endswith("\n") and json.loads(line)["step"] <= state.global_step:
                         earlier.append(line)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -405,12 +403,12 @@ class MetricsFile(TrainerCallback):
 
 
 class ProgressLog(TrainerCallback):
-    """Shows a short line per log and one per sample on rank 0: above a terminal's progress line, or with time left."""
+    """Prints a line per log entry and per sample on rank 0: above a terminal's progress bar, or with the time left."""
 
     def __init__(self):
         self.bar: tqdm | None = None
         self.peak = ""
-        """As the last line that has one shows it."""
+        """As last printed."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begin = time.monotonic(), state.global_step
@@ -423,13 +421,13 @@ class ProgressLog(TrainerCallback):
             self.bar.update(state.global_step - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():  # the sums of the end
+        if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():  # the totals
             return
         width = 9 if "loss" in logs else 0
         parts = [f"step {state.global_step:>6}"]
         for text in on_screen(logs):
             name, _, value = text.partition(" ")
-            if name not in PEAKS:  # in every line it would be the same number
+            if name not in PEAKS:  # printed only when it changes
                 parts.append(f"{name} {value:<{width}}")
             elif self.peak != text:
                 parts.append(text)
@@ -456,7 +454,7 @@ class ProgressLog(TrainerCallback):
 
 
 def _fitting(parts: list[str], columns: int) -> str:
-    """Join the first parts, as many as there is room for."""
+    """Join as many of the first parts as fit."""
     while len(text := "  ".join(parts)) > columns and parts:
         parts = parts[:-1]
     return text
@@ -467,26 +465,26 @@ STEP_TIME = "time of a step"
 
 
 class PlanCheck(TrainerCallback):
-    """Compares the plan with what was measured over the full training, at its end. Collective there.
+    """Compares the plan with measurements of the full training, at its end. Collective there.
 
-    Peaks are those of the fullest GPU and node (resident memory of its ranks), without loading, but with
-    evaluations and saves, which no plan counts. A step lasts from the end of the one before to its own; the first one,
-    which compiles and allocates, and those after evaluations and saves do not count.
+    Peaks are those of the fullest GPU and node (resident memory of its ranks), without loading, but with evaluations
+    and saves, which the plan does not count. A step lasts from the end of the one before to its own; the first one,
+    which compiles and allocates, and those after evaluations and saves are not counted.
     """
 
     def __init__(self, plan: Plan):
         self.plan = plan
         self.figures: dict[str, dict[str, float]] = {}
-        """Figure -> what was predicted and measured, and the error, (predicted - measured) / measured."""
+        """Figure -> predicted, measured, and the error (predicted - measured) / measured."""
         self.step_seconds: list[float] = []
         self.ended_at: float | None = None
-        """When the step before ended; None if this one does not count."""
+        """When the step before ended; None if this one is not counted."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         reset_peaks()
 
     def on_step_end(self, args, state, control, **kwargs):
-        now = time.perf_counter()  # a GPU is at most a step behind: its results are read then
+        now = time.perf_counter()  # the GPU is at most one step behind, whose sums were read
         if self.ended_at is not None:
             self.step_seconds.append(now - self.ended_at)
         self.ended_at = now

@@ -1,5 +1,5 @@
-"""DeepSpeed's engine in a training: the states of ZeRO 0 (the reason is in runtime/patches.py), and answers of a model
-that ZeRO-3 shards.
+"""DeepSpeed's engine in a training: the first states of ZeRO 0 (see runtime/patches.py), and answers of a model that
+ZeRO-3 shards.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from dsft.models.tokenizer import generate
 from dsft.runtime import distributed, patches
 
 MAX_NEW_TOKENS = 64
-"""Of an answer to a prompt, which is greedy."""
+"""Of a sample, decoded greedily."""
 
 
 def take_back_first_step(optimizer: object) -> None:
-    """Make the states of ZeRO 0's optimizer in half precision, and its float32 copies of weights, new: DeepSpeed has
-    made them by a step with zero gradients, which decays the copies and which Adam counts.
+    """Reset the states and fp32 weights of ZeRO 0's half-precision optimizer: DeepSpeed has initialised them by a step
+    with zero gradients, which decays the weights and which Adam counts.
     """
     is_zero_0 = isinstance(optimizer, FP16_UnfusedOptimizer | FP16_Optimizer)
     if not is_zero_0 or not patches.is_applied("first_step_of_zeros"):
@@ -43,7 +43,7 @@ def take_back_first_step(optimizer: object) -> None:
 
 
 def answers_to(prompts: Sequence[Prompt], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return an answer to each prompt, made by rank 0, on every rank. Collective."""
+    """Return rank 0's answer to each prompt, on every rank. Collective."""
     was_training = model.training
     model.eval()
     answers = []
@@ -60,9 +60,9 @@ def answers_to(prompts: Sequence[Prompt], model: PreTrainedModel, tokenizer: Pre
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Hold all weights on every rank inside a `with`, where ZeRO-3 shards them. Collective.
+    """Gather all weights that ZeRO-3 shards on every rank inside a `with`. Collective.
 
-    Without DeepSpeed's hooks, which gather and release modules in step with the other ranks.
+    DeepSpeed's hooks, which gather and release modules in step with the other ranks, are removed meanwhile.
     """
     if not is_deepspeed_zero3_enabled():
         yield

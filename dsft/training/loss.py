@@ -1,9 +1,9 @@
-"""The loss that every architecture is trained on, computed outside of the model: nats of the next tokens, times their
-weights if they have some, added up over all micro batches and ranks of an optimizer step and divided once, by the
-step's trained tokens. (By the sum of the weights, a step of weight 0.5 alone would train as one of weight 1 does.)
+"""The training loss of every architecture, computed outside of the model: nats of the next tokens, times their weights
+if they have some, summed over all micro batches and ranks of an optimizer step and divided once by the step's trained
+tokens. (Divided by the sum of the weights, a step with weights of 0.5 would train like one with weights of 1.)
 
-The model gets no labels: each architecture would divide in its own way. A router's auxiliary loss, which the model
-returns, is added by the micro batch's share of the step's tokens.
+The model gets no labels: each architecture would normalise in its own way. A router's auxiliary loss, which the model
+returns, is added in proportion to the micro batch's share of the step's tokens.
 
 Shape suffixes: B batch, T time, N positions, V vocab.
 """
@@ -25,8 +25,8 @@ class TokenLoss:
     """Computes a micro batch's part of the loss of its optimizer step.
 
     Args:
-        label_smoothing: the share of the target that is spread evenly over the vocabulary.
-        compute_loss: the user's own, in place of nats, which are counted all the same.
+        label_smoothing: the share of the target spread evenly over the vocabulary.
+        compute_loss: the user's own loss; nats are still counted.
     """
 
     def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0, compute_loss: Callable | None = None):
@@ -46,15 +46,15 @@ class TokenLoss:
         """Run the model on a micro batch.
 
         Args:
-            inputs: of the model, with the labels of its input tokens: position t is trained to predict label t + 1;
-                and perhaps `weights` of the labels. A share of a row (`data/epoch.py`) has them as `shift_labels` and
-                `shift_weights`, at the positions that predict them.
-            counts: the micro batch's tokens without padding, and its trained tokens.
-            step_counts: the same of the optimizer step, over all micro batches and ranks.
+            inputs: of the model, with `labels` (position t is trained to predict label t + 1) and perhaps `weights` of
+                the labels. A share of a row (`data/epoch.py`) has `shift_labels` and `shift_weights`, already at the
+                positions that predict them.
+            counts: [2], the micro batch's non-padding tokens and its trained tokens.
+            step_counts: [2], the same of the optimizer step, over all micro batches and ranks.
 
         Returns:
-            The loss, of which the sum over all micro batches and ranks is the step's, and the micro batch's nats alone,
-            detached, [2]: with weights and label smoothing, or of `compute_loss`; and without.
+            The micro batch's part of the step's loss (the sum over micro batches and ranks is the loss), and its sums,
+            detached, [2]: the loss with weights and label smoothing or by `compute_loss`, and plain nats.
 
         Raises:
             UserError: if the model does not return logits for each token.
@@ -92,7 +92,7 @@ class TokenLoss:
         if self.compute_loss is None:
             return sums_of_nats(logits_NV.float(), targets_N, weights_N, label_smoothing=self.label_smoothing)
         trained = torch.nonzero(targets_N != IGNORED).flatten()
-        if not trained.numel():  # a blank micro batch, which DeepSpeed takes the backward of all the same
+        if not trained.numel():  # a blank micro batch, whose backward DeepSpeed runs as well
             return (0 * logits_NV.float().sum()).expand(2)
         weights_N = None if weights_N is None else weights_N[trained]
         logits_NV = logits_NV[trained].float()

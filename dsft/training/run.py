@@ -1,4 +1,4 @@
-"""A finetuning on every rank: options -> a decided run -> data -> trainer -> fit -> final model and report."""
+"""A finetuning on every rank: options -> decided run -> data -> trainer -> fit -> final model and card."""
 
 import atexit
 import contextlib
@@ -66,12 +66,13 @@ from dsft.units import Batch, GiB, plural
 
 
 def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTrainer | None:
-    """Trains as the options set; None where nothing was left to train. Collective, after `distributed.start_ranks()`.
+    """Trains with these options; returns None if the run is complete already. Collective, after
+    `distributed.start_ranks()`.
 
     Raises:
-        UserError: with `problems` and all others that can be found before weights load, on every rank.
-        TrainingStopped: where the loss is NaN or infinite, or a stop was asked for.
-        Unsaved: at the end, where the final model or a checkpoint on the way could not be saved.
+        UserError: on every rank, with `problems` and all others that can be found before weights load.
+        TrainingStopped: the loss is NaN or infinite, or a stop was asked for.
+        Unsaved: the final model or a checkpoint could not be saved.
     """
     output_dir = options.training.get("output_dir")
     with safe_unpickling(trust=options.trust_checkpoint), only_run_in(output_dir):
@@ -87,7 +88,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
         try:
             return _trained(run)
         finally:
-            # The trainer that is returned keeps it alive, and `from_pretrained` would go on to shard what it loads.
+            # The returned trainer keeps it alive, and `from_pretrained` would continue to shard.
             unset_hf_deepspeed_config()
 
 
@@ -129,7 +130,7 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
 
 
 def describe_plan(run: TrainingRun) -> None:
-    """Logs what was decided and why."""
+    """Prints the plan and why it was chosen."""
     size = run.model.size
     say(f"plan: {run.machine}; {size.num_params:,} parameters, {size.num_trainable:,} trained, {run.options.dtype}")
     say(f"plan for rows of {run.options.seq_len:,} tokens: {run.reason}")
@@ -138,7 +139,7 @@ def describe_plan(run: TrainingRun) -> None:
 
 
 def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
-    """Loads the model into a trainer over the data, and logs what of both is not as it was."""
+    """Loads the model and makes the trainer; prints what was changed in model and data."""
     options = run.options
     args = training_arguments(options, run.plan)  # before the model: ZeRO-3 shards while loading
     batch = Batch(
@@ -171,22 +172,21 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         say(f"model: {frozen:,} parameters are frozen, since no text reaches them: {names}")
 
     def frozen_weights() -> str | None:
-        """Distinguishes frozen weights from others of the same shapes, by the files that they came from."""
+        """Identifies frozen weights by the files that they were loaded from."""
         if all(parameter.requires_grad for parameter in model.parameters()):
             return None
         identity = model_identity(options.model, revision=options.revision, seed=args.seed, endings=WEIGHT_ENDINGS)
         content = identity["content"][:16]
         if options.method != "full" and (options.trainable or options.frozen):
-            return f"{content} seed {args.seed}"  # adapters that are frozen keep what it has drawn
+            return f"{content} seed {args.seed}"  # frozen adapters keep their random values
         return content
 
     return PerplexityTrainer(model, args, run=run, data=data, frozen_weights=distributed.on_rank_0(frozen_weights))
 
 
 def with_verified_checkpoint(run: TrainingRun) -> TrainingRun:
-    """Returns the run as it starts from a checkpoint whose content is what was written: with `auto`, perhaps from an
-    older one. Collective.
-    Raises UserError where that is none.
+    """Returns the run with a checkpoint whose files are unchanged since they were written, with `auto` perhaps an older
+    one. Collective. Raises UserError if there is none.
     """
     is_auto = run.options.training.get("resume_from_checkpoint") == "auto"
     while True:
@@ -206,8 +206,8 @@ def with_verified_checkpoint(run: TrainingRun) -> TrainingRun:
 def recorded(
     run: TrainingRun, data: TrainingData | None = None, trainer: PerplexityTrainer | None = None
 ) -> Iterator[None]:
-    """Keeps run.json inside a `with`: running, then stopped, preempted or failed; `finish` says done. Collective.
-    A run that is replaced, or done, stays as it is until there is a trainer and room for the final model.
+    """Keeps run.json's status inside a `with`: running, then stopped, preempted or failed; `finish` sets done.
+    Collective. A run that is replaced or done is not changed until there is a trainer.
     """
 
     def begin() -> bool:
@@ -243,8 +243,8 @@ def recorded(
         yield
     except BaseException as error:
         if isinstance(error, Unsaved) or not isinstance(error, TrainingStopped):
-            # On the rank that failed, whichever it is: rank 0 is about to be ended. If another rank caused it, the
-            # thread of job/beat.py records that.
+            # On the rank that failed: rank 0 is about to be ended. If another rank is the cause, the thread of
+            # job/beat.py records it.
             if is_recorded and not is_consequence(str(error)):
                 text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
                 record_failure(Path(run.output_dir) / RUN, text)
@@ -253,13 +253,13 @@ def recorded(
         if distributed.rank() == 0:
             _write_results(run, trainer.results(), **outcome)
             if distributed.world_size() > 1:
-                atexit._run_exitfuncs()  # os._exit leaves them out, and with them W&B's last rows
-        distributed.wait_for_all()  # every rank stops together, and the first one that ends has the others killed
+                atexit._run_exitfuncs()  # os._exit skips them, and W&B's last rows would be lost
+        distributed.wait_for_all()  # the exit of the first rank has the others killed
         raise
 
 
 def _write_results(run: TrainingRun, results: dict[str, Any], **sections: Any) -> None:
-    """Writes how the run ended to run.json; a full disk does not change that."""
+    """Writes the outcome to run.json; a failed write is a warning."""
     try:
         write_run(run.output_dir, results=results, **sections)
     except OSError as error:
@@ -267,7 +267,7 @@ def _write_results(run: TrainingRun, results: dict[str, Any], **sections: Any) -
 
 
 def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractContextManager[None]:
-    """Turns a failed allocation inside a `with` into one error: the plan, what was measured, the next smaller plan."""
+    """Turns a failed allocation inside a `with` into one error: the plan, the measured peak, the next smaller plan."""
 
     def explanation(error: BaseException, memory: Memory) -> str:
         plan = run.plan
@@ -286,7 +286,7 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
             available_bytes = run.machine.host_bytes / run.machine.ranks_per_node
         try:
             smaller = smaller_plan(run)
-        except Exception:  # there may be no memory for a search: the cause is reported all the same
+        except Exception:  # there may be no memory for the search
             smaller = None
         way_out = "no smaller plan is known: use more GPUs or nodes, method lora, or a smaller seq_len"
         if smaller:
@@ -308,8 +308,8 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
 
 
 def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
-    """Logs what the training starts from, where that may not be what was expected, and trains. Collective.
-    Raises Requeue on every rank, where one was asked to stop; what could be saved is.
+    """Prints what the training resumes from, and trains. Collective. Raises Requeue on every rank if one was asked to
+    stop, after a save.
     """
     if run.checkpoint:
         change = topology_change(run.checkpoint, trainer.topology)
@@ -339,7 +339,7 @@ def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
 
 
 def push_final(training: Mapping[str, Any], final: Path) -> None:
-    """Uploads `final/` alone, with its card, to the hub."""
+    """Uploads `final/` with its card, and nothing else, to the hub."""
     hub = HfApi(token=training.get("hub_token"))
     name = training.get("hub_model_id") or final.parent.resolve().name
     repository = hub.create_repo(name, private=training.get("hub_private_repo"), exist_ok=True)
@@ -353,8 +353,8 @@ def push_final(training: Mapping[str, Any], final: Path) -> None:
 
 
 def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, start: float) -> Path:
-    """Saves the final model with its card, and completes run.json. Collective.
-    Raises Unsaved where the model could not be saved, with the command that makes it of the last checkpoint.
+    """Saves the final model with its card, and completes run.json. Collective. Raises Unsaved if the model could not be
+    saved, with the command that makes it from the last checkpoint.
     """
     try:
         final = trainer.save_final()

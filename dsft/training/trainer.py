@@ -1,5 +1,5 @@
-"""`transformers.Trainer` with what dsft adds: exact evaluation, metrics of all ranks, a stop at NaN, and checkpoints
-that are complete or are not there. Its parts: preparing, steps, the log, evaluation, saving.
+"""`transformers.Trainer` with dsft's additions: exact evaluation, metrics over all ranks, a stop at NaN, and atomic
+checkpoints. In order: preparation, steps, the log, evaluation, saving.
 """
 
 import contextlib
@@ -79,24 +79,24 @@ from dsft.training.loss import TokenLoss
 from dsft.units import Batch, padded_width
 
 ORDERS = {"group_by_length": "steps of like length", "sequential": "as in the data"}
-"""Sampling strategies that give steps other items than a random order does -> words for the run's identity."""
+"""Sampling strategies that give steps other items than a random order -> description for the run's identity."""
 STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-"""Of the learning rate, which they change by what they see."""
+"""Schedules whose learning rate depends on the losses seen."""
 ADAPTER_SCALE = ("lora_alpha", "alpha_pattern", "use_rslora")
-"""Fields of an adapter's config that change what its tensors mean, and not their shapes."""
+"""Fields of an adapter's config that change the meaning of its tensors and not their shapes."""
 LEAST_SCALE = "loss scale already at minimum"
-"""What DeepSpeed raises under ZeRO 1 to 3 when fp16 finds no scale (runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
+"""In DeepSpeed's error when fp16 finds no loss scale (runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
 HYPERPARAMETERS = ("initial_lr", "weight_decay", "betas", "eps", "momentum")
-"""Of an optimizer's groups: what options set. Whatever else is there may be a state (Prodigy)."""
+"""Entries of an optimizer's groups that options set. Others may be states (Prodigy)."""
 STATES = {
     "bf16.bf16_master_weights_and_grads": "bfloat16, moments float32",
     "bf16.bf16_optimizer_states": "bfloat16",
 }
-"""Setting of DeepSpeed -> the type of its optimizer's states, for the run's identity; the last one counts."""
+"""Setting of DeepSpeed -> the type of its optimizer's states, for the run's identity; the last match wins."""
 
 
 class PerplexityTrainer(Trainer):
-    """Trains on `TrainingData.items`; evaluates with `perplexity/scoring.py`; saves by the Trainer's strategy and every
+    """Trains on `TrainingData.items`, evaluates with `perplexity/scoring.py`, saves by the Trainer's strategy and every
     `save_minutes`, and resumes from checkpoints of other ranks and stages.
     """
 
@@ -113,7 +113,7 @@ class PerplexityTrainer(Trainer):
     ):
         """
         Args:
-            frozen_weights: a digest of the files that hold them, for the run's identity.
+            frozen_weights: a hash of their files, for the run's identity.
         """
         options = run.options
         team = team_of(run.options.sequence_parallel)
@@ -128,7 +128,7 @@ class PerplexityTrainer(Trainer):
             processing_class=run.tokenizer,
             data_collator=data.collator,
         )
-        # The Trainer counts micro batches itself, and leaves accelerate at 1: it would warn, and take this number.
+        # The Trainer counts micro batches itself and leaves accelerate at 1, which would then warn.
         self.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
         self.data = data
         self.team = team
@@ -144,7 +144,7 @@ class PerplexityTrainer(Trainer):
         self.is_stopping = False
         self.work = Work(args.device)
         self.metrics: dict[str, float] = {}
-        """Of the next line of the log, beside what the Trainer logs."""
+        """For the next log entry, beside the Trainer's."""
 
         deepspeed_config = args.hf_deepspeed_config.config
         zero_stage = stage(deepspeed_config)
@@ -152,9 +152,9 @@ class PerplexityTrainer(Trainer):
             "world_size": args.world_size,
             "zero_stage": zero_stage,
             "offload": offloads(deepspeed_config),
-            "nvme": zero_stage == 3 and offloads(deepspeed_config, to=("nvme",)),  # below, DeepSpeed takes host memory
+            "nvme": zero_stage == 3 and offloads(deepspeed_config, to=("nvme",)),  # else DeepSpeed uses host memory
             "sub_group_size": get_value(deepspeed_config, "zero_optimization.sub_group_size"),
-            "optimizer_in_json": "optimizer" in deepspeed_config,  # has one group; the Trainer's has two
+            "optimizer_in_json": "optimizer" in deepspeed_config,  # it has one group, the Trainer's has two
         }
         self.saves = Saves()
         self.save_minutes = options.save_minutes
@@ -162,7 +162,7 @@ class PerplexityTrainer(Trainer):
         self._package = (options.model, options.revision)
         self._disk = run.disk
         self._zero = run.plan.zero
-        # `prune` decides what stays. With a limit of 1 the Trainer's end would remove the newest checkpoint too.
+        # `prune` removes checkpoints. With a limit of 1 the Trainer would remove the newest one at its end.
         self.save_total_limit = args.save_total_limit
         args.save_total_limit = None
         self._saved_at = time.monotonic()
@@ -171,7 +171,7 @@ class PerplexityTrainer(Trainer):
         saved = shapes_of(adapter_parameters(model)) if isinstance(model, PeftModel) else shapes
         self._num_saved = sum(map(math.prod, saved.values()))
         self.run_identity = self._identity(shapes, data, frozen_weights)
-        # As JSON has them, to be compared with those of a checkpoint.
+        # As in JSON, to compare with a checkpoint's.
         taken = {name: getattr(args, name) for name in TAKEN} | dict.fromkeys(user_code.KEYS)
         self.taken_options = json.loads(json.dumps(taken | user_code.digests(options)))
 
@@ -179,7 +179,7 @@ class PerplexityTrainer(Trainer):
         options = run.options
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
-        # In a notebook transformers' table and bar stay, unless disable_tqdm asks for lines.
+        # A notebook keeps transformers' table and bar, unless disable_tqdm asks for lines.
         if not any("Notebook" in type(each).__name__ for each in self.callback_handler.callbacks):
             self.add_callback(ProgressLog)
         self.learning = LearningCheck(self.model.config.get_text_config().vocab_size)
@@ -195,22 +195,22 @@ class PerplexityTrainer(Trainer):
     def _identity(
         self, shapes: dict[str, tuple[int, ...]], data: TrainingData, frozen_weights: str | None
     ) -> dict[str, Any]:
-        """Returns what a run that resumes must have in common with this one."""
+        """Returns what a resumed run must have in common with this one."""
         args = self.args
         config = self.args.hf_deepspeed_config.config
         optimizer = config.get("optimizer") or {}
         unchangeable = {
             "optimizer": optimizer_kind(optimizer.get("type") or args.optim.value),
             "dataloader_drop_last": args.dataloader_drop_last,
-            "learning_rates": json.dumps(self.learning_rates),  # they cut the parameters into groups
+            "learning_rates": json.dumps(self.learning_rates),  # they split the parameters into groups
             "states": "float32",
         }
         for name, states in STATES.items():
             if get_value(config, name):
                 unchangeable["states"] = states
-        if args.lr_scheduler_type in STATEFUL_SCHEDULES:  # the rate is a state of these
+        if args.lr_scheduler_type in STATEFUL_SCHEDULES:  # the rate is part of their state
             unchangeable["learning_rate"] = args.learning_rate
-        if args.metric_for_best_model:  # the best so far is of it
+        if args.metric_for_best_model:  # the best value so far is of this metric
             unchangeable["metric_for_best_model"] = args.metric_for_best_model
         if frozen_weights:
             unchangeable["content of the frozen weights"] = frozen_weights
@@ -227,18 +227,18 @@ class PerplexityTrainer(Trainer):
 
     @property
     def totals(self) -> dict[str, float]:
-        """Counts over the full training. The Trainer's state keeps them, so that checkpoints do."""
+        """Counts over the full training, in the Trainer's state, which checkpoints contain."""
         return self.state.stateful_callbacks.setdefault("dsft", {"trained_tokens": 0, "nats": 0.0})
 
     @property
     def train_loss(self) -> float:
-        """Mean nats per trained token over the full training, also of what came before a checkpoint."""
+        """Mean nats per trained token over the full training, including steps before a resume."""
         return self.totals["nats"] / max(1, self.totals["trained_tokens"])
 
     # Preparing and resuming.
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's, with groups cut by the factors of the learning rate; factor 1, which is logged, is first."""
+        """The Trainer's, with groups split by factors of the learning rate; factor 1, which is logged, comes first."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if not is_new or not self.learning_rates:
@@ -268,14 +268,14 @@ class PerplexityTrainer(Trainer):
         )
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Counts ranks that share a batch once; the Trainer's knows of no such ranks."""
+        """Counts ranks that share a batch once; the Trainer's counts each."""
         return self.sequences_per_step
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         started = super()._init_training_state(max_steps, *args, **kwargs)
-        # Else a resumed run logs, evaluates and saves as often as the checkpoint's did.
+        # Else a resumed run logs, evaluates and saves as often as its checkpoint's run.
         self.state.compute_steps(self.args, max_steps)
-        # A save looks each of these up (Trainer._save_checkpoint); the checkpoint may be of a run without one.
+        # Trainer._save_checkpoint looks these up; the checkpoint's run may not have had all of them.
         for each in (*self.callback_handler.callbacks, self.control):
             if isinstance(each, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(each).__name__, each.state())
@@ -284,12 +284,12 @@ class PerplexityTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Any, Any]:
-        """Prepares as the Trainer; `resume.py` reads a checkpoint that DeepSpeed cannot. Collective."""
+        """Prepares like the Trainer; `resume.py` reads checkpoints that DeepSpeed cannot. Collective."""
         checkpoint = resume_from_checkpoint
         is_changed = checkpoint is not None and topology_change(checkpoint, self.topology)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         engine = self.model_wrapped
-        # What options set now: a checkpoint brings the values of those that saved it.
+        # The values of this run's options, before a checkpoint's overwrite them.
         options_now = []
         for group in engine.optimizer.param_groups:
             options_now.append({name: group[name] for name in HYPERPARAMETERS if name in group})
@@ -308,8 +308,8 @@ class PerplexityTrainer(Trainer):
         return prepared
 
     def _take_options(self, checkpoint: str, options_now: list[dict[str, Any]]) -> None:
-        """Sets what the options of this run change in a resumed optimizer and schedule. Else what the checkpoint holds
-        stays, also a rate that a callback has changed.
+        """Applies changed options of this run to a resumed optimizer and schedule. Else the checkpoint's values stay,
+        including a rate that a callback has changed.
         """
         engine = self.model_wrapped
         groups = engine.optimizer.param_groups
@@ -319,12 +319,12 @@ class PerplexityTrainer(Trainer):
         if not changed and not is_of_deepspeed:
             return
         for group, values in zip(groups, options_now, strict=True):
-            if getattr(scheduler, "cycle_momentum", 0):  # OneCycle changes them with steps
+            if getattr(scheduler, "cycle_momentum", 0):  # OneCycle changes betas with the steps
                 values.pop("betas", None)
             group.update(values)
         if is_of_deepspeed:
             rates = scheduler.get_lr()
-        elif isinstance(scheduler, LambdaLR):  # the rates that follow at this step
+        elif isinstance(scheduler, LambdaLR):  # the rates at this step
             if "learning_rate" in changed:
                 scheduler.base_lrs = [values["initial_lr"] for values in options_now]
             rates = []
@@ -339,7 +339,7 @@ class PerplexityTrainer(Trainer):
     # Steps.
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's. A run that was killed before its final model resumes at its end, and takes no step more."""
+        """The Trainer's. A run that was killed before it saved its final model resumes without another step."""
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
@@ -349,11 +349,11 @@ class PerplexityTrainer(Trainer):
         return super().get_batch_samples(self.work.timed(epoch_iterator), *args, **kwargs)
 
     def _prepare_input(self, data: Any) -> Any:
-        """Leaves weights of tokens in fp32: the Trainer's casts all that is no integer to the engine's dtype."""
+        """Keeps token weights in fp32: the Trainer casts all floating-point inputs to the engine's dtype."""
         return data.to(self.args.device) if isinstance(data, torch.Tensor) else super()._prepare_input(data)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, torch.Tensor]], device: torch.device) -> Any:
-        """Counts the tokens without padding and the trained tokens of an optimizer step, [2]. Collective."""
+        """Counts non-padding tokens and trained tokens of an optimizer step, [2]. Collective."""
         counts = sum(batch["num_tokens"][:2].to(device) for batch in batch_samples)
         if batch_samples:
             distributed.add_over_ranks(counts)
@@ -366,24 +366,24 @@ class PerplexityTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes a micro batch's part of the step's loss (loss.py), and counts it for all ranks."""
+        """Computes a micro batch's part of the step's loss (loss.py), and counts it for the log."""
         num_tokens = inputs.pop("num_tokens")
         loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
         self.work.count(loss.detach() * num_items_in_batch[1], nats, num_tokens)
         return loss * self.args.world_size  # DeepSpeed divides gradients by the number of ranks
 
     def _get_learning_rate(self) -> float:
-        """Of the step that is done: an optimizer that DeepSpeed makes has advanced the schedule already."""
+        """The rate of the finished step: an optimizer made by DeepSpeed has already advanced the schedule."""
         return self._learning_rate
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """The Trainer's; after an optimizer step ranks send their tokens, whether the loss is bad, whether to stop."""
+        """The Trainer's; after an optimizer step ranks add up tokens, losses, and requests to stop or save."""
         step = self.state.global_step
         skipped = self.model_wrapped.skipped_steps
         self._learning_rate = super()._get_learning_rate()
-        # Attention of shares is over full rows, also where the backward computes it again.
+        # Ranks that share sequences exchange full rows in attention, also when the backward recomputes it.
         rows_BT = inputs.pop("row_positions", None)
         attention = contextlib.nullcontext()
         if self.team.size > 1:
@@ -392,42 +392,42 @@ class PerplexityTrainer(Trainer):
         try:
             with attention:
                 loss = super().training_step(model, inputs, num_items_in_batch)
-        except Exception as error:  # DeepSpeed raises no narrower one
+        except Exception as error:  # DeepSpeed raises a plain Exception
             if LEAST_SCALE in str(error):
                 self.skipped_steps.note(step + 1, is_skipped=True, at_least_scale=True)
             raise
         if self.accelerator.sync_gradients:  # the same on all ranks
             step += 1
             seconds = time.monotonic() - self._saved_at
-            # One clock counts.
+            # By one clock.
             is_due = self.save_minutes is not None and seconds > 60 * self.save_minutes and self.is_world_process_zero()
             self.work.send(step, asked=distributed.is_asked_to_save(), due=is_due)
             self.skipped_steps.note(step, is_skipped=self.model_wrapped.skipped_steps > skipped)
-            watchdog.set_phase("training")  # the first step may take as long as loading: it compiles and allocates
+            watchdog.set_phase("training")  # the first step, which compiles and allocates, has the limit of loading
         watchdog.heartbeat(step)
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Leaves clipping to DeepSpeed, which has done it. The Trainer's and accelerate's wait for the norm here."""
+        """Does nothing: DeepSpeed has clipped. The Trainer's would wait for the norm here."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: None = None) -> torch.Tensor | float | None:
-        """Leaves the norm on the GPU until the log reads it."""
+        """Returns the norm on the GPU, to be read by the log."""
         return self.model_wrapped.get_global_grad_norm()
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> float:
-        """The Trainer's own goes through all parameters for each micro batch, and ZeRO-3's are empty."""
+        """The Trainer's counts all parameters for each micro batch, and ZeRO-3's are empty."""
         return inputs["input_ids"].numel() * self.compute.flops_per_token
 
     def _track_num_input_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
-        """Leaves tokens to `_maybe_log_save_evaluate`: the Trainer's count is a collective for each micro batch, and
-        takes end tokens for padding in rows without a mask.
+        """Does nothing: `_maybe_log_save_evaluate` counts. The Trainer's has a collective per micro batch, and takes
+        end tokens for padding in rows without a mask.
         """
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's, after what was sent of the step before is read, and of this step where something due needs it:
-        all ranks read the same at the same step. Collective. Raises TrainingStopped where a loss was NaN or infinite.
+        """The Trainer's, after the sums of the step before are read, and those of this step if something is due, on all
+        ranks alike. Collective. Raises TrainingStopped if a loss was NaN or infinite.
         """
-        if self.is_stopping and self.state.epoch % 1:  # the Trainer's end of an epoch that the stop has cut off
+        if self.is_stopping and self.state.epoch % 1:  # the Trainer's call at the end of an unfinished epoch
             return
         control = self.control
         unread = self.work.unread
@@ -447,7 +447,7 @@ class PerplexityTrainer(Trainer):
             self.totals["nats"] += sums.nats
             if sums.due:
                 control.should_save = True
-            if sums.asked and self.state.global_step < self.state.max_steps:  # else training ends anyhow
+            if sums.asked and self.state.global_step < self.state.max_steps:  # else training ends anyway
                 self.is_stopping = control.should_save = control.should_training_stop = True
         if control.should_log:
             self.metrics = gather_metrics(self.work, self.compute) | {
@@ -461,7 +461,7 @@ class PerplexityTrainer(Trainer):
     # The log.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds dsft's metrics of what was gathered last; `loss` and `train_loss` are per trained token."""
+        """Adds dsft's latest metrics; `loss` and `train_loss` are per trained token."""
         logs = logs | ({"train_loss": self.train_loss} if "train_loss" in logs else {})
         logs.pop("loss", None)  # the Trainer's
         logs |= self.metrics
@@ -470,12 +470,12 @@ class PerplexityTrainer(Trainer):
         super().log(logs, start_time)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """The Trainer's, which logs the figures of the full training. Collective."""
+        """The Trainer's, which logs totals. Collective."""
         self.metrics = gather_peaks()
         return super()._finalize_training(*args, **kwargs)
 
     def last_evaluation(self) -> dict[str, float]:
-        """Finds the newest log entry with eval_loss; before any, one of step -1."""
+        """Returns the newest log entry with eval_loss; without any, one of step -1."""
         return next((entry for entry in reversed(self.state.log_history) if "eval_loss" in entry), {"step": -1})
 
     def results(self) -> dict[str, Any]:
@@ -508,7 +508,7 @@ class PerplexityTrainer(Trainer):
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Measures perplexity over all tokens of the held-out data, for any batch size and ranks. Collective."""
+        """Measures perplexity over all held-out tokens; the same for any batch size and ranks. Collective."""
         start = time.perf_counter()
         held_out = self.eval_dataset if eval_dataset is None else eval_dataset
         windows = windows_of_held_out(held_out)
@@ -526,7 +526,7 @@ class PerplexityTrainer(Trainer):
             answers = answers_to(self.data.prompts, self.model, self.processing_class) if self.data.prompts else []
         set_D = np.repeat(np.arange(len(held_out.stores)), [len(store.row_ends) for store in held_out.stores])
         low, high = result_intervals(result).perplexity
-        bounds = {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}  # one window has none
+        bounds = {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}  # none for one window
         metrics = {
             "loss": result.loss,
             "perplexity": result.perplexity,
@@ -547,7 +547,7 @@ class PerplexityTrainer(Trainer):
         return metrics
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
-        """The Trainer's, by which `save_strategy: best` saves; it would take back what a stop or the clock asks for."""
+        """The Trainer's, for `save_strategy: best`; it would cancel a save that a stop or the clock asks for."""
         return super()._determine_best_metric(*args, **kwargs) or self.control.should_save
 
     # Saving.
@@ -571,7 +571,7 @@ class PerplexityTrainer(Trainer):
 
         def write() -> None:
             save_as_the_trainer(model, trial)
-            # The Trainer names the best checkpoint by where it is now, not by where it will be.
+            # The Trainer names the best checkpoint by its staged path, not by its final one.
             folder = checkpoint_folder(output_dir, state.best_global_step or 0)
             state.best_model_checkpoint = str(folder) if folder == save.folder or folder.is_dir() else best
             if self.args.should_save:
@@ -623,35 +623,35 @@ class PerplexityTrainer(Trainer):
         return missing_weights(folder, num_elements=self._num_saved)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves as the Trainer, but in ZeRO 0 to 2 on rank 0 alone, which holds the model: accelerate would copy all of
-        it to host memory on every rank. Collective.
+        """Saves like the Trainer, but under ZeRO 0 to 2 on rank 0 alone: accelerate would copy the model to the host on
+        every rank. Collective.
         """
         output_dir = output_dir or self.args.output_dir
         if self.topology["zero_stage"] == 3 and isinstance(self.model, PeftModel):
-            # The Trainer's own gather leaves out what is not trained: a frozen part of the adapter would be lost.
+            # The Trainer's gather skips frozen parameters: a frozen part of the adapter would be lost.
             adapter = gathered(adapter_parameters(self.model))
             if self.args.should_save:
                 self._save(output_dir, adapter)
         elif self.topology["zero_stage"] == 3:
             super().save_model(output_dir, _internal_call=True)
         elif self.args.should_save:
-            # Copies: stages 1 and 2 keep what is trained as views of flat tensors, of which a file would hold all.
+            # Copies: under stages 1 and 2 trained parameters are views of flat tensors, which would be saved whole.
             names = self.model.named_parameters(remove_duplicate=False)  # a tied head has two
             trained = {name: parameter for name, parameter in names if parameter.requires_grad}
             self._save(output_dir, self.model.state_dict() | gathered(trained))
-        # Outside of any collective, whose limit a large model would exceed.
+        # Not in a collective, whose time limit a large model would exceed.
         distributed.wait_long("model is saved")
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Writes the weights, with `use_cache` as the model came."""
+        """Writes the weights, with the model's original `use_cache`."""
         save = self._staged_save
         config = self.model.config
         in_training = getattr(config, "use_cache", None)
         if in_training is not None:
             config.use_cache = self._use_cache
         if self.model.can_generate():
-            # transformers writes a config that it finds fault with (a temperature without do_sample, as in Vicuna) if
-            # that is as it was loaded. Here the Trainer and `stop_at` have set its special tokens.
+            # transformers writes an invalid config (a temperature without do_sample, as in Vicuna) only if it is
+            # unchanged since loading. The Trainer and `stop_at` have set its special tokens.
             generation = self.model.generation_config
             generation._original_object_hash = hash(generation)
         try:
@@ -661,7 +661,7 @@ class PerplexityTrainer(Trainer):
                 config.use_cache = in_training
         if save is None or not self.args.should_save:
             return
-        if isinstance(self.model, PeftModel):  # peft saves none: what stops the adapter's answers would be lost
+        if isinstance(self.model, PeftModel):  # peft saves none: the adapter's stop tokens would be lost
             text = self.model.generation_config.to_json_string()
             (Path(output_dir) / "generation_config.json").write_text(text, encoding="utf-8")
         add_keys_of_transformers_4(Path(output_dir), self.processing_class.name_or_path)
@@ -669,13 +669,13 @@ class PerplexityTrainer(Trainer):
             if not isinstance(self.model, PeftModel):
                 package, revision = self._package
                 copy_processor(package, Path(output_dir), revision)
-            # peft's template: the run's own card follows with its results, and would differ from the manifest.
+            # peft's template. The run's card follows with its results.
             (Path(output_dir) / CARD).unlink(missing_ok=True)
 
     def _load_best_model(self) -> None:
-        """Loads it as the Trainer. If it has changed since it was saved, the last step's weights stay. Collective."""
+        """Loads it like the Trainer. If it has changed since it was saved, the last step's weights stay. Collective."""
         best = self.state.best_model_checkpoint
-        if self.is_stopping or self.state.best_global_step == self.state.global_step:  # not needed, or in memory
+        if self.is_stopping or self.state.best_global_step == self.state.global_step:  # not needed, or loaded already
             return
         missing = distributed.on_rank_0(
             lambda: resume_errors(Path(best)) if Path(best).is_dir() else ["it does not exist"]
@@ -692,7 +692,7 @@ class PerplexityTrainer(Trainer):
 
 
 class LastEvaluation(TrainerCallback):
-    """Evaluates what was trained last while trackers still listen: later MLflow and Trackio would begin another run."""
+    """Evaluates the last step before trackers close: afterwards MLflow and Trackio would begin another run."""
 
     def __init__(self, trainer: PerplexityTrainer):
         self.trainer = trainer
