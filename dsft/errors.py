@@ -143,7 +143,9 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             try:
                 return main(*args, **kwargs)
             except OSError as error:
-                if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):  # a path that no file can have
+                # A path that no file can have, or another user's file.
+                of_paths = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS)
+                if error.filename is None or error.errno not in of_paths:
                     raise
                 raise UserError([f"{error.filename}: {error.strerror}; choose another path"]) from error
         except (UserError, NotStarted, TrainingStopped, KeyboardInterrupt) as error:

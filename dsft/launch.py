@@ -32,7 +32,7 @@ import psutil
 import yaml
 
 from dsft.checkpoints.manifest import checkpoints
-from dsft.checkpoints.run_folder import FINAL, is_run, read_run
+from dsft.checkpoints.run_folder import FINAL, known_run
 from dsft.config.options import EvalConfig, HostFields, LaunchOptions, TrainConfig
 from dsft.config.reader import (
     describe_unknown,
@@ -41,6 +41,7 @@ from dsft.config.reader import (
     read_config,
     read_options,
     read_values,
+    read_yaml,
     training_types,
 )
 from dsft.errors import (
@@ -304,11 +305,11 @@ def _values(name: str, words: list[str], config: TrainConfig | EvalConfig) -> di
 
 def _finished_step(file: Path, values: dict[str, Any]) -> int | None:
     """The last step of a training that is done and had the same options, which are in `file`; None if there is none."""
-    is_whole = file.is_file() and is_run(file.parent) and (file.parent / FINAL).is_dir()
+    is_whole = file.is_file() and (file.parent / FINAL).is_dir()
     if values.get("overwrite") or not is_whole:
         return None
-    run = read_run(str(file.parent))
-    before = yaml.safe_load(file.read_text(encoding="utf-8"))
+    run = known_run(file.parent)
+    before = read_yaml(str(file), []) or {}
     ignored = {"resume_from_checkpoint": None}
     is_same = before | ignored == values | ignored
     return run["results"]["steps"] if is_same and run.get("status") == "done" else None

@@ -113,12 +113,13 @@ def clear_run(output_dir: str) -> None:
 
 def resume_errors(folder: Path, *, verify: bool = True) -> list[str]:
     """List why a run cannot resume from a checkpoint, by its files, their sizes and the hashes of small ones; nothing
-    without `verify`. One without a manifest is another tool's, but in the folder of a run.
+    without `verify`. One without a manifest is another tool's if nothing beside it has one.
     """
     try:
-        is_other_tools = not is_run(folder.parent) and not (folder / MANIFEST).is_file()
+        has_manifest = (folder / MANIFEST).is_file()
     except OSError as error:
         return [f"it cannot be read ({one_line(error)})"]
+    is_other_tools = not has_manifest and not any(folder.parent.glob(f"*/{MANIFEST}"))
     return [] if is_other_tools or not verify else integrity_errors(folder)
 
 
@@ -146,7 +147,7 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
     resume = config.training.get("resume_from_checkpoint")
     job = os.environ.get(LAUNCH)
     # `overwrite` replaces the run that lay there before this job of `dsft launch`, not what this job itself has saved.
-    of_another_job = job is not None and _known_run(output_dir).get("job") != job
+    of_another_job = job is not None and known_run(output_dir).get("job") != job
     if not resume or (config.overwrite and of_another_job):
         return None
     if resume != "auto":
@@ -164,18 +165,21 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
     return str(good) if good else None
 
 
-def _known_run(folder: str | Path) -> dict[str, Any]:
-    return read_run(str(folder)) if is_run(folder) else {}
+def known_run(folder: str | Path) -> dict[str, Any]:
+    """Return run.json; empty if there is none, or it cannot be read: a resume writes it again."""
+    with contextlib.suppress(UserError):
+        return read_run(str(folder))
+    return {}
 
 
 def was_killed(output_dir: str | None) -> bool:
     """Return whether the run that lies there ended without a word."""
-    return output_dir is not None and _known_run(output_dir).get("status") == "running"
+    return output_dir is not None and known_run(output_dir).get("status") == "running"
 
 
 def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
     """Return whether the folder's run is done or to be overwritten: it stays until the set-up cannot fail any more."""
-    run = _known_run(config.training["output_dir"])
+    run = known_run(config.training["output_dir"])
     return bool(run) and (run.get("status") == "done" or (config.overwrite and checkpoint is None))
 
 
@@ -201,7 +205,7 @@ def write_run(output_dir: str, **sections: Any) -> None:
     """Add or replace sections of run.json."""
     path = Path(output_dir) / RUN
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = _known_run(output_dir) or {
+    content = known_run(output_dir) or {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "job": os.environ.get(LAUNCH),
     }

@@ -125,8 +125,21 @@ def test_an_incomplete_checkpoint_is_skipped_and_refused_where_it_was_named(tmp_
     assert f"{broken} is incomplete and is skipped: model.safetensors has 1 bytes" in capsys.readouterr().out
     with pytest.raises(UserError, match=f"resume_from_checkpoint={broken}: model.safetensors has 1 bytes"):
         last_checkpoint(config(tmp_path, broken))
-    (Path(broken) / MANIFEST).unlink()  # another tool's checkpoint is taken as it is
-    assert last_checkpoint(config(tmp_path, broken)) == broken
+    (Path(broken) / MANIFEST).unlink()
+    assert last_checkpoint(config(tmp_path, "auto")) == good, "one that has lost its manifest is not another tool's"
+
+
+@pytest.mark.parametrize("run", [None, '{"status": "running"}', "", "{", "7"])
+def test_another_tools_checkpoint_is_resumed_as_often_as_it_is_needed_whatever_run_json_is(tmp_path, run):
+    """The first attempt has written it, or a crash has left it empty."""
+    (checkpoint := tmp_path / "checkpoint-5").mkdir()
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 5}')
+    if run is not None:
+        (tmp_path / "run.json").write_text(run)
+    assert last_checkpoint(config(tmp_path, "auto")) == str(checkpoint)
+    write_run(str(tmp_path), status="running")
+    assert last_checkpoint(config(tmp_path, "auto")) == str(checkpoint)
+    assert read_run(str(tmp_path))["status"] == "running"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What keeps ranks from starting is said in one message with its own exit code, and Ctrl-C in one line."""
 
+import errno
 import importlib
 import os
 import signal
@@ -11,7 +12,13 @@ import pytest
 import torch
 from ranks import started_entry
 
-from dsft.errors import EXIT_INTERRUPTED, EXIT_NOT_STARTED, EXIT_USER_ERROR, UserError, ends_with_clear_errors
+from dsft.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_NOT_STARTED,
+    EXIT_USER_ERROR,
+    UserError,
+    ends_with_clear_errors,
+)
 from dsft.runtime import distributed
 from dsft.runtime.distributed import free_port
 
@@ -163,6 +170,20 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == EXIT_INTERRUPTED and capsys.readouterr().err == "dsft: interrupted (Ctrl-C)\n"
+
+
+@pytest.mark.parametrize(("number", "path"), [(errno.EACCES, "run/options.yaml"), (errno.EROFS, "run")])
+def test_a_file_of_another_user_is_one_line(capsys, monkeypatch, number, path):
+    monkeypatch.delenv("RANK", raising=False)
+
+    @ends_with_clear_errors
+    def main() -> None:
+        raise OSError(number, os.strerror(number), path)
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    line = f"dsft: error: {path}: {os.strerror(number)}; choose another path\n"
+    assert ended.value.code == EXIT_USER_ERROR and capsys.readouterr().err == line
 
 
 class Started(Exception):
