@@ -1,7 +1,7 @@
 """A DeepSpeed JSON: read from `ds_configs/` or the user's file, checked, compared with the options, completed.
 
-transformers fills "auto" values from TrainingArguments. DeepSpeed makes its own configuration of the file before ranks
-start; its errors are shown with the entry's name. An entry that it does not know, it would ignore: these are refused.
+transformers fills "auto" values from TrainingArguments. DeepSpeedConfig is made before ranks start, and its errors are
+shown with the entry's name. Unknown entries, which DeepSpeed ignores, are refused.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from dsft.errors import nearest, one_line
 
 _HERE = Path(__file__).resolve().parent.parent
 CONFIG_DIR = _HERE / "ds_configs" if (_HERE / "ds_configs").is_dir() else _HERE.parent / "ds_configs"
-"""Inside an installed wheel, else in the checkout."""
+"""In an installed wheel, else in the checkout."""
 
 SAME_MEANING = {
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", int),
@@ -34,7 +34,7 @@ SAME_MEANING = {
     "bf16.enabled": ("bf16", bool),
     "fp16.enabled": ("fp16", bool),
 }
-"""Place in DeepSpeed's configuration -> the option of ours with the same meaning, and its type."""
+"""Place in DeepSpeed's configuration -> the option with the same meaning, and its type."""
 AUTO = "auto"
 NUMBERS = tuple(key for key in SAME_MEANING if "." not in key)
 FILLED = (
@@ -44,22 +44,22 @@ FILLED = (
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
 )
-"""What transformers fills if it is "auto" (integrations/deepspeed.py), beside the entries of SAME_MEANING."""
+"""Other entries whose "auto" transformers fills (integrations/deepspeed.py)."""
 SECTIONS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "timers")
-"""Entries that dsft reads itself."""
+"""Entries that dsft reads."""
 OTHER_SECTIONS = """
 zero_optimization timers activation_checkpointing aio tensorboard wandb comet csv_monitor flops_profiler elasticity
 compression_training comms_logger hybrid_engine eigenvalue nebula autotuning compile tensor_parallel amp
 weight_quantization progressive_layer_drop datastates graph_harvesting checkpoint pipeline"""
-"""Entries whose names are not constants of deepspeed/runtime/config.py, since modules of their own read them."""
+"""Entries whose names are not constants of deepspeed/runtime/config.py."""
 OFFLOADED = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "Muon")
-"""Those of DeepSpeed, for a hint."""
+"""Those of DeepSpeed, for hints."""
 NOT_FOR_SHARDS = {
     "lamb": "it scales steps by the norms of whole weights",
     "adafactor": "it factors the moments of whole weights",
 }
-"""Types of optimizers, in small letters, that mean nothing over shards -> why."""
+"""Types of optimizers, in lower case, that are wrong over shards -> why."""
 ALLOWED = {
     "zero_optimization.cpu_offload": ([False], 'an old name; write "offload_optimizer": {"device": "cpu"}'),
     "zero_optimization.cpu_offload_param": ([False], 'an old name; write "offload_param": {"device": "cpu"}'),
@@ -81,21 +81,21 @@ ALLOWED = {
         "the loss is made for gradients that are averaged; others would be too large by the number of ranks",
     ),
 }
-"""Settings that DeepSpeed takes and that train something else, or fail later: place -> (right values, why)."""
+"""Settings that DeepSpeed accepts, and that train something else or fail later: place -> (right values, why)."""
 REMOVED_NAMES = {
     "3-nvme": "offload to NVMe is not planned any more; name a DeepSpeed JSON of your own with it",
     "3-offload-partial": "removed; use 3-offload-optimizer",
 }
-"""Configurations that were named once -> what to use instead."""
+"""Removed configurations -> what to use instead."""
 
 
 def known_names() -> list[str]:
-    """The named configurations, as `zero` takes them: "0", "2-offload", "3-hpz" ..."""
+    """Returns the named configurations: "0", "2-offload", "3-hpz" ..."""
     return sorted(path.stem.removeprefix("zero").replace("_", "-") for path in CONFIG_DIR.glob("zero*.json"))
 
 
 def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
-    """The DeepSpeed configuration called `zero` (a name or a path), as it is in its file; {} if it cannot be read."""
+    """Returns the DeepSpeed configuration `zero` (a name or a path) as in its file; {} if it cannot be read."""
     path = CONFIG_DIR / f"zero{zero.replace('-', '_')}.json"
     if not path.is_file():
         path = Path(zero)
@@ -118,7 +118,7 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The mapping of a JSON object; of a key that is there twice json.loads would take the last without a word."""
+    """Makes the mapping of a JSON object; json.loads silently takes the last of repeated keys."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
@@ -128,13 +128,13 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _number(text: str) -> float:
-    """Reads 1e4 and 16.0 as whole numbers, since DeepSpeed and transformers count with them."""
+    """Reads 1e4 and 16.0 as whole numbers, which DeepSpeed and transformers need."""
     value = float(text)
     return int(value) if value.is_integer() else value
 
 
 def get_value(deepspeed_config: dict[str, Any], place: str) -> Any:
-    """Value at a place such as optimizer.params.betas.0, or None if it, or a section on the way, is missing."""
+    """Returns the value at a place such as optimizer.params.betas.0; None if it or a section on the way is missing."""
     value: Any = deepspeed_config
     for part in place.split("."):
         if isinstance(value, list) and part.isdigit() and int(part) < len(value):
@@ -147,7 +147,7 @@ def get_value(deepspeed_config: dict[str, Any], place: str) -> Any:
 
 
 def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[Decision], list[str]]:
-    """Takes the fixed numbers of a DeepSpeed JSON as decisions; if an option has another value, names both."""
+    """Makes decisions of the fixed numbers in a DeepSpeed JSON; an option with another value is a problem."""
     decisions: list[Decision] = []
     problems: list[str] = []
     for place, (name, _) in SAME_MEANING.items():
@@ -171,8 +171,11 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
 def compose(
     deepspeed_config: dict[str, Any], *, hpz_ranks: int | None = None, bf16_states: bool = False
 ) -> dict[str, Any]:
-    """A copy completed for this job: precision sections that follow the flags, no timer that waits for the device, and
-    where given hpZ's second partition over `hpz_ranks`, those of a node, and an optimizer's states in bfloat16.
+    """Returns a copy completed for this job: precision sections follow the flags, no timer waits for the device.
+
+    Args:
+        hpz_ranks: size of hpZ's second partition, the ranks of a node.
+        bf16_states: whether the optimizer's states are bfloat16.
     """
     composed = json.loads(json.dumps(deepspeed_config))
     for section in ("bf16", "fp16"):
@@ -185,28 +188,28 @@ def compose(
     if hpz_ranks and zero.get("zero_hpz_partition_size", 1) > 1:
         zero["zero_hpz_partition_size"] = hpz_ranks
     if zero.get("stage") == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True  # else the Trainer writes no model at the end
-        zero.pop("stage3_gather_fp16_weights_on_model_save", None)  # its old name, which must not be beside it
-    # With it DeepSpeed notes the places of weights in its shards in another order than it keeps them
-    # (_link_all_hp_params in stage_1_and_2.py): checkpoints would be read wrong.
+        zero["stage3_gather_16bit_weights_on_model_save"] = True  # else the Trainer saves no final model
+        zero.pop("stage3_gather_fp16_weights_on_model_save", None)  # its old name, refused beside it
+    # With it DeepSpeed records the positions of weights in its shards in the wrong order (_link_all_hp_params in
+    # stage_1_and_2.py): checkpoints would be read wrong.
     zero.pop("round_robin_gradients", None)
-    # On by default, DeepSpeed's throughput timer waits for the device in each micro batch and step (utils/timer.py).
+    # DeepSpeed's throughput timer synchronises with the device in each micro batch (utils/timer.py).
     composed.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     return composed
 
 
 def stage(deepspeed_config: dict[str, Any]) -> int:
-    """ZeRO stage of a configuration; DeepSpeed's default is 0."""
+    """Returns the ZeRO stage of a configuration; DeepSpeed's default is 0."""
     return get_value(deepspeed_config, "zero_optimization.stage") or 0
 
 
 def offloads(deepspeed_config: dict[str, Any], *, to: Collection[str] = ("cpu", "nvme")) -> bool:
-    """Whether optimizer or parameters leave the device, for one of `to`."""
+    """Whether optimizer or parameters are offloaded to one of `to`."""
     return any(get_value(deepspeed_config, f"{part}.device") in to for part in OFFLOADED)
 
 
 def read_sound_file(zero: str, problems: list[str]) -> dict[str, Any]:
-    """The DeepSpeed configuration called `zero`, as `read_zero_file` reads it; empty if something in it is wrong."""
+    """Returns the DeepSpeed configuration `zero` if it is sound; else {}, and its faults go to `problems`."""
     content = read_zero_file(zero, problems)
     faults = check_deepspeed_json(content, zero)
     problems += faults
@@ -214,7 +217,7 @@ def read_sound_file(zero: str, problems: list[str]) -> dict[str, Any]:
 
 
 def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
-    """Lists what of a DeepSpeed JSON DeepSpeed would ignore or cannot read; `zero` names the file."""
+    """Lists entries of a DeepSpeed JSON that DeepSpeed would ignore or cannot read; `zero` names the file."""
     from deepspeed.runtime import config as names
 
     known = {name for name in vars(names).values() if isinstance(name, str) and name.islower()}
@@ -250,7 +253,7 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
     for key in ("optimizer", "scheduler"):
         if key in content:
             problems += _check_type(key, content)
-    # Each entry is sound by itself: DeepSpeed compares them with each other. Batches are dsft's.
+    # Each entry is sound by itself; DeepSpeed checks them together. dsft sets the batches.
     if not problems:
         problems = _errors_of_deepspeed({key: value for key, value in content.items() if key not in NUMBERS})
     return [f"zero={zero}: {problem}" for problem in problems]
@@ -268,7 +271,7 @@ def places_of_auto(section: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def _check_type(key: str, content: dict[str, Any]) -> list[str]:
-    """Returns the problems of an optimizer or a scheduler, which DeepSpeed reads once the model is loaded."""
+    """Returns the problems of an optimizer or a scheduler, which DeepSpeed would find after the model has loaded."""
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
@@ -294,7 +297,7 @@ def _check_type(key: str, content: dict[str, Any]) -> list[str]:
         ]
     if content.get("zero_allow_untested_optimizer"):
         return []
-    # engine.py, _do_optimizer_sanity_check, asserts it once the model is loaded
+    # asserted after the model has loaded (engine.py, _do_optimizer_sanity_check)
     return [
         f"optimizer.type {kind}: DeepSpeed has not tested it over ZeRO's shards; add"
         " zero_allow_untested_optimizer=true, or use AdamW"
@@ -302,7 +305,7 @@ def _check_type(key: str, content: dict[str, Any]) -> list[str]:
 
 
 def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
-    """Returns DeepSpeed's own error, with the section that raises it."""
+    """Returns DeepSpeed's own errors, with the section that raises them."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
     from pydantic import ValidationError
@@ -313,7 +316,7 @@ def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
 
     def find_errors(sections: dict[str, Any]) -> list[str]:
         try:
-            # bf16, since dsft always adds one: the old name bfloat16 would be ignored beside it.
+            # dsft always adds bf16, beside which the old name bfloat16 would be ignored.
             DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | sections)
         except ValidationError as error:
             problems = []
@@ -322,7 +325,7 @@ def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
                 hint = nearest(place.rpartition(".")[2], names) if fault["type"] == "extra_forbidden" else ""
                 problems.append(f".{place}: {fault['msg']}{hint}")
             return problems
-        except Exception as error:  # DeepSpeed raises a dozen kinds; each is shown in one line
+        except Exception as error:  # DeepSpeed raises a dozen kinds
             return [f": {one_line(error)}"]
         return []
 
@@ -334,8 +337,8 @@ def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
 
 
 def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> dict[str, Any]:
-    """A copy in which the optimizer and the scheduler of a sound file follow the options in what it leaves out:
-    DeepSpeed has defaults of its own, such as a learning rate of 1e-3.
+    """Returns a copy of a sound file whose optimizer and scheduler take what they leave out from the options: DeepSpeed
+    has other defaults, such as a learning rate of 1e-3.
     """
     import torch
     from deepspeed.runtime import lr_schedules
@@ -347,17 +350,17 @@ def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> di
         kind = optimizer["type"].lower()
         is_adam = kind in ("adam", "adamw")
         names = ["lr"]
-        # Rprop, SparseAdam and LBFGS of torch have none.
+        # torch's Rprop, SparseAdam and LBFGS have no weight decay.
         is_torchs = kind not in DEEPSPEED_OPTIMIZERS
         if not is_torchs or "weight_decay" in inspect.signature(getattr(torch.optim, optimizer["type"])).parameters:
             names.append("weight_decay")
         if is_adam:
             names.append("eps")
-        # Those of Lion and Muon have other defaults.
+        # Lion and Muon have other defaults.
         if is_adam or (kind in ("lion", "muon") and {"adam_beta1", "adam_beta2"} & options.training.keys()):
             names.append("betas")
         filled = dict.fromkeys(names, AUTO)
-        # torch's Adam, which needs no compiler, unless a parameter chooses another implementation.
+        # torch's Adam, which needs no compiler, unless a parameter chooses an implementation.
         chosen = {"bias_correction", "set_grad_none", "torch_adam", "fused", "foreach"}
         if is_adam and not offloads(deepspeed_config) and chosen.isdisjoint(optimizer.get("params", {})):
             filled |= {"torch_adam": True, "fused": True}

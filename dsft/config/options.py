@@ -1,10 +1,9 @@
-"""dsft's own options, beside every field of `transformers.TrainingArguments`, and how they are read.
+"""dsft's own options, beside every field of `transformers.TrainingArguments`, and tables of other trainers' names.
 
-They are values: nothing rewrites them. The decisions of a run give new options, each with its reason (`decide`).
-They are read and checked in `reader.py`, and by `setup`.
+Options are immutable. A run's decisions make new options, each with its reason (`decide`). `reader.py` and `setup`
+read and check them.
 
-The text under each field is its help: `dsft train --help` and docs/reference.md are made from it, with one group for
-each class, headed by its docstring.
+The text under each field is its help in `dsft train --help` and docs/reference.md, with one group for each class.
 """
 
 import ast
@@ -27,7 +26,7 @@ from dsft.config.user_code import name_of, named
 HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 """Flag of TrainingArguments -> the `dtype` with the same meaning."""
 UNQUANTISED = "none"
-"""Of the option `quantization` of an evaluation: the model as it is on disk."""
+"""A value of an evaluation's `quantization`: the model as it is on disk."""
 
 _WHOLE_MATRICES = (
     "GaLore and APOLLO project whole matrices, and ZeRO's shards are flat pieces of them; optim adamw_8bit takes a"
@@ -46,7 +45,7 @@ REFUSED_OPTIMIZERS = {
         "removed; use adamw_torch with lr_scheduler_type constant_with_warmup",
     ),
 }
-"""Values of `optim` that are not trained with -> why."""
+"""Refused values of `optim` -> why."""
 REFUSED_ARGUMENTS = {
     **dict.fromkeys(
         ("deepspeed", "fsdp", "fsdp_config"),
@@ -64,7 +63,7 @@ REFUSED_ARGUMENTS = {
     " steps would contain other samples than planned; leave per_device_train_batch_size to the plan",
     "save_on_each_node": "checkpoints are verified and resumed from one output_dir that all nodes share",
 }
-"""Fields of TrainingArguments that would do nothing, or something else than they promise -> why. None is taken."""
+"""Refused fields of TrainingArguments, which would not do what they promise -> why."""
 _IGNORED = {
     "use_cpu remove_unused_columns": "dsft sets it (DS_ACCELERATOR=cpu in the environment asks for CPU ranks)",
     "do_train do_eval": "dsft train always trains; eval_strategy decides when it evaluates",
@@ -82,7 +81,7 @@ _IGNORED = {
     "restore_callback_states_from_checkpoint": "a resume always takes the counts of dsft's callbacks",
 }
 IGNORED_ARGUMENTS = {name: why for names, why in _IGNORED.items() for name in names.split()}
-"""Fields of TrainingArguments that have no effect -> why. They are left out, with a note."""
+"""Fields of TrainingArguments without effect -> why. They are dropped with a note."""
 REMOVED_OPTIONS: dict[str, str] = {
     "resume_weights_only": "name the checkpoint as model (of LoRA as adapter), and a new output_dir",
     "nodes": "torchrun starts a run on every node: scripts/torchrun/train",
@@ -114,7 +113,7 @@ REMOVED_OPTIONS: dict[str, str] = {
     "num_nodes": "--include names the hosts to use: node-0@node-1; or name fewer in the host file",
     "wait_for_nodes": "once the node is back, start again with --resume_from_checkpoint auto, or --exclude it",
 }
-"""Options that dsft had once -> what they did, and what to use instead."""
+"""Removed options -> what to use instead."""
 _SAME_MEANING = {
     "model": "model_name_or_path base_model model_name pretrained_model_name_or_path",
     "tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_path",
@@ -157,7 +156,7 @@ _SAME_MEANING = {
     "max_documents": "max_eval_samples",
 }
 OURS = {theirs: ours for ours, names in _SAME_MEANING.items() for theirs in names.split()}
-"""Their name -> the option of dsft that takes the value as it is."""
+"""Another trainer's name -> the option of dsft that takes the same value."""
 
 _OTHER_FORM = {
     "flash_attention flash_attn sdp_attention": "not needed: transformers picks the attention kernel",
@@ -175,7 +174,7 @@ _OTHER_FORM = {
     "group_by_length": "use train_sampling_strategy: group_by_length",
 }
 HINTS = {theirs: hint for names, hint in _OTHER_FORM.items() for theirs in names.split()}
-"""Their name, if the value has another form in dsft -> what to write instead."""
+"""Another trainer's name whose value has another form in dsft -> what to write instead."""
 
 SAME_VALUES = {
     ("zero", "zero0"): "0",
@@ -196,18 +195,18 @@ SAME_VALUES = {
     ("resume_from_checkpoint", False): None,
     ("resume_from_checkpoint", "false"): None,
 }
-"""(option, their value) -> dsft's."""
+"""(option, another trainer's value) -> dsft's."""
 LEARNING_RATES = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
-"""By method, if none is given: adapters take ten times as much as all weights."""
+"""Defaults by method: adapters take ten times the rate of full finetuning."""
 TRAINING_DEFAULTS = {
     "logging_steps": 10,
     "logging_first_step": True,
     "report_to": "none",
     "save_total_limit": 2,
     "ddp_timeout": 1800,
-    "greater_is_better": False,  # transformers' would be True for perplexity: it goes by the name's end, "loss"
+    "greater_is_better": False,  # transformers' is True for names that do not end in "loss", such as perplexity
 }
-"""Defaults that take the place of TrainingArguments'."""
+"""Defaults that replace TrainingArguments'."""
 EVALUATES = {
     "eval_strategy": ("steps", "epoch"),
     "load_best_model_at_end": (True,),
@@ -222,7 +221,7 @@ class ModelFields:
     """Model: what is loaded, and how it computes."""
 
     notes: tuple[str, ...] = field(default=(), metadata={"option": False})
-    """What was read otherwise than it is written."""
+    """Notes on names and values that were read as others."""
     model: str | None = None
     """Hub id, local folder, or a `config.json` alone (random weights, seeded by `seed`; ZeRO-3 draws others than the
     other stages)."""
@@ -452,7 +451,7 @@ class TrainConfig(ModelFields, LoraFields, TrainedFields, TrainDataFields, ZeroF
 
     @property
     def held_out_entries(self) -> list[str]:
-        """The entries of eval_data, named or not."""
+        """Entries of eval_data, named or not."""
         return [*self.eval_data.values()] if isinstance(self.eval_data, dict) else self.eval_data
 
     @property
@@ -461,17 +460,17 @@ class TrainConfig(ModelFields, LoraFields, TrainedFields, TrainDataFields, ZeroF
         return [*self.eval_data] if isinstance(self.eval_data, dict) else []
 
     def value(self, name: str) -> Any:
-        """The option called `name`, dsft's own or of TrainingArguments; None if it is not set."""
+        """Returns the option `name`, of dsft or of TrainingArguments; None if it is not set."""
         return getattr(self, name) if hasattr(self, name) else self.training.get(name)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One option that the tool decided in the user's place."""
+    """One option that was decided for the user."""
 
     name: str
     value: Any
-    """None takes an option of TrainingArguments away, so that its own default holds."""
+    """None unsets an option of TrainingArguments."""
     reason: str
 
 
@@ -491,7 +490,7 @@ def decide(options: TrainConfig, decisions: Iterable[Decision]) -> TrainConfig:
 
 
 def flagged_dtype(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns (the dtype that bf16 and fp16 among the options of a training ask for, that flag); None without."""
+    """Returns the dtype that the flags bf16 and fp16 ask for, and that flag; None without them."""
     if flag := next((name for name in HALF_PRECISION if options.get(name)), None):
         return HALF_PRECISION[flag], f"{flag}=true"
     return ("float32", "bf16=false") if options.get("dtype", "auto") == "auto" and "bf16" in options else None
@@ -603,11 +602,11 @@ class LaunchOptions(HostFields):
 def common_options(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     """Returns the options that must be the same on all ranks, by name.
 
-    Each node's home folder is written as ~. `output_dir` is left out if each node may have one of its own: in an
+    Each node's home folder is written as ~. `output_dir` is not compared if each node may have its own: in an
     evaluation, and in a training without checkpoints.
     """
     values = as_dict(options)
-    left_out = {"data_cache", "local_rank"}  # places on one machine
+    left_out = {"data_cache", "local_rank"}  # of one machine
     if isinstance(options, EvalConfig) or values.get("save_strategy") == "no":
         left_out.add("output_dir")
     kept = {name: value for name, value in values.items() if name not in left_out}
@@ -625,9 +624,7 @@ def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:
 
 
 def shuffle_seed(arguments: Mapping[str, Any]) -> int:
-    """Returns the seed of all random choices of data, of TrainingArguments by name: `data_seed` if it is given, 0
-    too, else `seed`.
-    """
+    """Returns the seed of all random choices of data: `data_seed` if it is set (also 0), else `seed`."""
     data_seed = arguments.get("data_seed")
     return arguments.get("seed", 42) if data_seed is None else data_seed
 
@@ -636,7 +633,7 @@ def shuffle_seed(arguments: Mapping[str, Any]) -> int:
 def argument_types() -> dict[str, Any]:
     """Maps each field of transformers.TrainingArguments to its type, read from the source: its import takes seconds."""
     folder = Path(importlib.util.find_spec("transformers").submodule_search_locations[0])
-    # What the annotations name: a class that is neither built in nor an enumeration is Any.
+    # Names in the annotations: a class that is neither built in nor an enumeration is Any.
     names = collections.defaultdict(lambda: Any, vars(typing) | vars(builtins) | {"ExplicitEnum": enum.Enum})
     fields: list[ast.stmt] = []
     for file in ("trainer_utils.py", "training_args.py"):  # the enumerations, the fields

@@ -1,9 +1,8 @@
 """Reads options from one YAML file and command-line flags, with the same names in both: one reader for all commands.
 
 Every value is checked against its field's type and bounds, and options against each other; all problems are collected.
-A flag given twice is one longer list where its field is a list, and a problem elsewhere; a YAML key given twice always
-is one. What needs the model, the data, the machine or the DeepSpeed JSON is checked by `setup`.
-
+A repeated flag extends a list and is a problem for other types; a repeated YAML key is always a problem. `setup` checks
+what needs the model, the data, the machine or the DeepSpeed JSON.
 """
 
 import dataclasses
@@ -36,8 +35,7 @@ from dsft.config.options import (
 from dsft.errors import UserError, nearest, one_line, raise_if_any, without_second_errors
 
 PATHS = ("output_dir", "model", "tokenizer", "adapter", "reference", "run", "resume_from_checkpoint")
-"""Options of folders, in which ~ is the user's own: no shell has read the words of a file. Where other options name
-one, its reader knows ~.
+"""Options that are paths, in which ~ is expanded: no shell has done it for a YAML file. Readers of other paths do it.
 """
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -49,14 +47,14 @@ SCALARS = {
     str: "a text",
     type(None): "null",
 }
-"""Type -> what a value of it is called."""
+"""Type -> the name of its values in messages."""
 EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)e[-+]?[0-9]+", re.IGNORECASE)
-"""A number such as 1e-6, which YAML reads as a text."""
-MOST = 10**9  # of every whole number: what is beyond is a slip, and counters of libraries overflow not far from there
+"""A number such as 1e-6, which YAML 1.1 reads as a text."""
+MOST = 10**9  # for every whole number: larger ones are slips, and counters of libraries overflow
 MORE_THAN_0 = sys.float_info.min
 LESS_THAN_1 = 1 - sys.float_info.epsilon
 _BOUNDS = {
-    # Sequences of a step are kept in memory.
+    # The sequences of a step are kept in memory.
     """per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps global_batch_size""": (
         1,
         10**7,
@@ -66,7 +64,7 @@ _BOUNDS = {
     "neftune_noise_alpha": (0, 1000, "be at least 0 and at most 1,000"),
     "num_gpus": (1, 1024, "be 1 to 1,024, on each node; leave it out for all"),
     "master_port": (0, 2**16 - 1, f"be at least 0 and less than {2**16:,}"),
-    # Each is a process of its own, beside every rank.
+    # Each is a process, beside every rank.
     "dataloader_num_workers": (0, 256, "be at least 0 and at most 256"),
     """lora_r lora_alpha max_documents stride sequence_parallel ddp_timeout dataloader_prefetch_factor
     early_stopping_patience max_skipped_steps max_new_tokens""": (1, math.inf, "be at least 1"),
@@ -92,7 +90,7 @@ _BOUNDS = {
     ),
 }
 BOUNDS = {name: bound for names, bound in _BOUNDS.items() for name in names.split()}
-"""Option -> its least and its largest value, and what it must do."""
+"""Option -> smallest and largest value, and the text "must ..." of the error."""
 EXCLUSIVE = {
     "global_batch_size gradient_accumulation_steps": "global_batch_size and gradient_accumulation_steps are both set;"
     " keep one, the other follows",
@@ -103,7 +101,7 @@ EXCLUSIVE = {
     "bf16 fp16": "bf16 and fp16 are both true; keep one",
     "packing train_sampling_strategy": "packing and train_sampling_strategy are both set; keep one",
 }
-"""Options of which only one can be set -> why."""
+"""Options that exclude each other -> why."""
 NEEDED = {
     "prompt_template completion_template": "prompt_template needs completion_template: what is trained on",
     "generate_samples has_held_out": "generate_samples: samples are made at evaluations; set eval_data or"
@@ -115,19 +113,19 @@ NEEDED = {
     " dataloader_num_workers of at least 1",
     "save_tokens output_dir": "save_tokens needs output_dir: the folder to keep the tokens in",
 }
-"""Option and the one that it needs -> why."""
+"""Option and the one that it needs -> the error."""
 
 
 def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: type | None = None) -> Any:
-    """Reads the `cls` that `argv` (and its `--config FILE`) describe; faults go to `problems`. The defaults if the file
-    cannot be read, of which nothing else is said then. A mistyped option may mean one of the class `also`.
+    """Reads a `cls` from `argv` and its `--config FILE`; faults go to `problems`. A file that cannot be read is the only
+    fault, and the defaults are returned. Hints for unknown options include those of the class `also`.
     """
     values = read_values(argv, problems)
     return cls() if values is None else make_config(cls, values, problems, also=also)
 
 
 def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also: type | None = None) -> Any:
-    """Makes the `cls` with these options by name, checked; faults go to `problems`."""
+    """Makes a checked `cls` of options by name; faults go to `problems`."""
     dsft_types = field_types(cls)
     all_types = training_types() if cls is TrainConfig else dsft_types
     notes: list[str] = []
@@ -146,13 +144,13 @@ def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also:
 
 
 def options_of(cls: type) -> dict[str, dataclasses.Field]:
-    """Option as users write it -> its field; `from_` is the field of --from, which Python keeps for itself."""
+    """Option as users write it -> its field; --from has the field `from_`, since `from` is a keyword of Python."""
     fields = [field for field in dataclasses.fields(cls) if field.metadata.get("option", True)]
     return {field.name.removesuffix("_"): field for field in fields}
 
 
 def field_types(*classes: type) -> dict[str, Any]:
-    """Maps names to type annotations for the options among the fields of `classes`; earlier classes win."""
+    """Maps the options among the fields of `classes` to their types; earlier classes win."""
     hints: dict[str, Any] = {}
     for cls in reversed(classes):
         annotations = typing.get_type_hints(cls)
@@ -161,13 +159,13 @@ def field_types(*classes: type) -> dict[str, Any]:
 
 
 def training_types() -> dict[str, Any]:
-    """Maps names to types of all options of a training, those of transformers.TrainingArguments included."""
+    """Maps all options of a training, including those of transformers.TrainingArguments, to their types."""
     return argument_types() | field_types(TrainConfig)
 
 
 def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Returns the options in `--config FILE`, or in a lone YAML file, and those of all other flags, unchecked; None if
-    the file cannot be read. Raises UserError if the first word is neither an option nor such a file.
+    """Returns the options of `--config FILE` (or of a YAML file as the only word) and those of all other flags,
+    unchecked; None for a file that cannot be read. Raises UserError for any other word.
     """
     flags, words = read_flags(argv)
     for word in words:
@@ -190,7 +188,7 @@ def read_values(argv: Sequence[str], problems: list[str]) -> dict[str, Any] | No
 
 
 def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
-    """The mapping in a YAML file; None if it is unreadable or malformed, which goes to `problems` with its line."""
+    """Returns the mapping in a YAML file; None if it is unreadable or malformed, which goes to `problems`."""
     try:
         content = yaml.load(read_text(path), _Loader)
     except OSError as error:
@@ -211,12 +209,12 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
 UNNAMED = ' in "<unicode string>"'
 """Of PyYAML, which knows no file's name."""
 MOST_ALIASES = 10
-"""In a YAML file: nested ones multiply, and can stand for more than fits into memory."""
+"""Of a YAML file: nested aliases can expand to more than fits into memory."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which PyYAML takes the last without a word, and more than MOST_ALIASES
-    aliases. A time stays a text.
+    """Refuses repeated keys, of which PyYAML silently takes the last, and more than MOST_ALIASES aliases. A timestamp
+    stays a text.
     """
 
     yaml_implicit_resolvers = {
@@ -245,16 +243,16 @@ class _Loader(yaml.SafeLoader):
 
 
 class Repeated(list):
-    """All values of a flag that is given more than once."""
+    """All values of a repeated flag."""
 
 
 def read_flags(argv: Sequence[str], types_by_name: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], list[str]]:
     """Returns (values of the flags in `argv`, all other words). `--key value` and `--key=value` are texts, `--key a b`
-    is a list, and bare `--key` true.
+    is a list, and a bare `--key` is true.
 
     Args:
-        types_by_name: the flags that are read, all by default. A switch takes no word but true or false, a list all
-            words up to the next flag, any other field one word.
+        types_by_name: the flags to read, by default all. After a switch only true or false is its value, after a list
+            all words up to the next flag, after others one word.
     """
     occurrences: dict[str, list[list[str]]] = {}
     left: list[str] = []
@@ -278,7 +276,7 @@ def read_flags(argv: Sequence[str], types_by_name: Mapping[str, Any] | None = No
             left.append(word)
         else:
             values.append(word)
-    # Every rank gets --local_rank=N from the deepspeed launcher, which also sets LOCAL_RANK.
+    # The deepspeed launcher passes --local_rank=N, and also sets LOCAL_RANK.
     occurrences.pop("local_rank", None)
     flags: dict[str, Any] = {}
     for name, lists in occurrences.items():
@@ -295,11 +293,11 @@ def read_options(cls: type, argv: Sequence[str], problems: list[str]) -> tuple[d
 
 
 def read_command(cls: type, argv: Sequence[str]) -> Any:
-    """The `cls` that the words of a command describe. Its fields that are not keyword-only are positional words; a
-    list takes all that are left.
+    """Makes a `cls` from the words of a command. Fields that are not keyword-only are positional; a list takes all
+    remaining words.
 
     Raises:
-        UserError: with every word that cannot be used and every required one that is missing.
+        UserError: with all unusable words and missing ones.
     """
     problems: list[str] = []
     values, left = read_options(cls, argv, problems)
@@ -308,7 +306,7 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     for word in left:
         if word.startswith("--"):
             problems.append(f"{word}: {describe_unknown(word, fields)}")
-    raise_if_any(problems)  # the next word may be the value of an unknown option
+    raise_if_any(problems)  # first, since the next word may be the value of an unknown option
     words: list[Any] = left
     positional = [name for name, field in fields.items() if not field.kw_only and name not in values]
     if words and positional and takes_list(types_by_name[positional[0]]):
@@ -327,7 +325,7 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
 def check_values(
     values: Mapping[str, Any], types_by_name: Mapping[str, Any], problems: list[str], *, also: type | None = None
 ) -> dict[str, Any]:
-    """`values` converted to their fields' types, with ~ in PATHS written out; unknown keys and wrong types go to
+    """Returns `values` converted to their fields' types, with ~ in PATHS expanded; unknown keys and wrong types go to
     `problems`.
     """
     checked = {}
@@ -345,7 +343,7 @@ def check_values(
         if isinstance(value, (str, bool)):
             value = SAME_VALUES.get((key, value), value)  # of other trainers
         if value is None and (key == "report_to" or not takes_none(hint)):
-            continue  # null in YAML: the option is not set
+            continue  # null in YAML is an unset option
         if isinstance(value, Repeated) and not takes_list(hint):
             problems.append(f"--{key} is given {len(value)} times ({', '.join(map(str, value))}); keep one")
             continue
@@ -359,13 +357,13 @@ def check_values(
         elif key in PATHS and value:
             value = os.path.expanduser(value)
         checked[key] = value
-    for key in types_by_name:  # in one order, wherever the values are
+    for key in types_by_name:  # in one order, for YAML and flags
         problems += check_bounds(key, checked.get(key))
     return checked
 
 
 def own_names(values: Mapping[str, Any], known: Collection[str], notes: list[str]) -> dict[str, Any]:
-    """Returns the options with the names of other trainers replaced by dsft's, if those are not given as well."""
+    """Returns the options with the names of other trainers replaced by dsft's, unless those are given too."""
     renamed = {}
     for key, value in values.items():
         name = OURS.get(key)
@@ -389,7 +387,7 @@ def describe_unknown(word: str, known: Collection[str]) -> str:
 
 
 def takes_none(hint: Any) -> bool:
-    """Whether None is a value of its own for a field of this type; a text `none` is one if it takes texts."""
+    """Whether None is a value of its own for a field of this type."""
     return hint is Any or type(None) in (hint, *typing.get_args(hint))
 
 
@@ -438,7 +436,7 @@ def convert(value: Any, hint: Any) -> Any:
 def _convert_to_one_of(value: Any, members: Sequence[Any]) -> Any:
     """Converts a value to the first type that takes it."""
     errors = []
-    # An enumeration restricts the text beside it. A text takes everything and a list nearly, so these come last.
+    # An enumeration restricts the text beside it. Texts and lists accept nearly everything, so they come last.
     enums = [each for each in members if isinstance(each, type) and issubclass(each, Enum)]
     if enums and value is not None:
         members = enums
@@ -454,9 +452,9 @@ def _convert_to_one_of(value: Any, members: Sequence[Any]) -> Any:
 
 
 def _choice(value: Any, choices: Sequence[Any]) -> Any:
-    """Returns the choice of a Literal or an enumeration that `value` names."""
+    """Returns the choice of a Literal or an enumeration named by `value`."""
     text = str(getattr(value, "value", value))
-    if value is False and "no" in choices:  # YAML reads a bare `no` so
+    if value is False and "no" in choices:  # YAML reads a bare `no` as false
         return "no"
     for choice in choices:
         if text == str(choice):
@@ -466,7 +464,7 @@ def _choice(value: Any, choices: Sequence[Any]) -> Any:
 
 
 def _convert_scalar(value: Any, hint: type) -> Any:
-    if hint is str and isinstance(value, float):  # of YAML, which reads the revision 1.10 as 1.1
+    if hint is str and isinstance(value, float):  # YAML reads a revision 1.10 as 1.1
         raise ValueError(f"expected {SCALARS[str]}, got the number {value}; write it in quotes")
     try:
         if hint is bool:
@@ -475,10 +473,10 @@ def _convert_scalar(value: Any, hint: type) -> Any:
             return str(value)
         if hint is type(None) and (value is None or value.lower() in ("none", "null")):
             return None
-        if hint is int and (type(value) is int or "_" not in value):  # a bool is an int, too; int() would take 1_000
+        if hint is int and (type(value) is int or "_" not in value):  # not a bool; int() accepts 1_000
             return int(value)
         if hint is float and not isinstance(value, bool):
-            number = float(value)  # also YAML's `1e-4`, which PyYAML reads as a string
+            number = float(value)  # also `1e-4`, which PyYAML reads as a text
             if math.isfinite(number):
                 return number
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
@@ -487,7 +485,7 @@ def _convert_scalar(value: Any, hint: type) -> Any:
 
 
 def check_bounds(name: str, value: Any) -> list[str]:
-    """Lists why the option `name` cannot have this value, if it is a number."""
+    """Returns the problem of a number that is out of the option's bounds."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return []
     least, most, text = BOUNDS.get(name, (-math.inf, math.inf, ""))
@@ -500,13 +498,13 @@ def check_bounds(name: str, value: Any) -> list[str]:
 
 
 def check_config(options: TrainConfig | EvalConfig) -> list[str]:
-    """Lists the contradictions of the options alone."""
+    """Lists contradictions among the options."""
     problems = []
     if not options.model:
         problems.append("model: missing; name a hub id, a local folder or a config.json")
     if not options.data:
         problems.append("data: missing; name a file, a folder, a glob or a hub data set")
-    batch_tokens = options.value("batch_tokens")  # of an evaluation, whose protocol has a length of its own
+    batch_tokens = options.value("batch_tokens")  # of an evaluation; a protocol has its own seq_len
     if batch_tokens is not None and batch_tokens < options.seq_len and not options.value("protocol"):
         problems.append(
             f"batch_tokens={batch_tokens} is less than seq_len={options.seq_len}: one window must fit; raise"
@@ -574,7 +572,7 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
         values = getattr(options, name)
         twice = [value for value in dict.fromkeys(values) if values.count(value) > 1]
         problems += [f"{name}: {value} is named twice; name it once" for value in twice]
-    # A protocol may have another length, of the model, and then checks it by itself.
+    # A protocol may take its length from the model, and checks the stride itself.
     if not options.protocol and options.stride is not None and options.stride >= options.seq_len:
         problems.append(
             f"stride={options.stride}: must be at least 1 and less than seq_len={options.seq_len}, so that every token"
@@ -586,6 +584,6 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file. Raises OSError, UnicodeDecodeError: it cannot be read."""
-    # Without the mark that editors of Windows begin a file with: a chat template would render it in each chat.
+    """Returns the text of a file. Raises OSError or UnicodeDecodeError if it cannot be read."""
+    # Without the byte order mark of Windows editors, which a chat template would render in each chat.
     return Path(path).expanduser().read_text(encoding="utf-8-sig")

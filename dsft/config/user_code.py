@@ -1,6 +1,6 @@
-"""The user's own code in a run: named as `module:function` in a YAML file or a flag, or given from Python as it is.
+"""The user's own code in a run: named `module:function` in a YAML file or a flag, or passed from Python.
 
-It is loaded where it is needed, from modules that Python finds and files of the current folder.
+It is imported from installed modules and files of the current folder.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import Any
 
 from dsft.errors import UserError
 
-KEYS = ("map_row", "compute_loss", "callbacks")  # options that hold it; callbacks is a list
+KEYS = ("map_row", "compute_loss", "callbacks")  # its options; callbacks is a list
 
 
 def named(options: Any) -> Iterator[tuple[str, Any]]:
@@ -37,10 +37,10 @@ def name_of(value: Any) -> str:
 
 
 def load(key: str, value: Any) -> Any:
-    """Returns the function, or the class or object of TrainerCallback, that is `value` or that it names.
+    """Returns the function, or the class or object of TrainerCallback, given or named by `value`.
 
     Raises:
-        UserError: there is none, or it cannot be imported.
+        UserError: it does not exist or cannot be imported.
     """
     code = value
     here = f"{key}={name_of(value)}"
@@ -48,7 +48,7 @@ def load(key: str, value: Any) -> Any:
         if not re.fullmatch(r"(?:\.?[^\W\d]\w*)+:(?:\.?[^\W\d]\w*)+", value):
             raise UserError(f"{here}: name it as module:function, such as my_code:{key}")
         if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # last: a file there hides no library
+            sys.path.append(os.getcwd())  # last, so that no file there hides a library
         try:
             code = pkgutil.resolve_name(value)
         except ModuleNotFoundError as error:
@@ -69,7 +69,7 @@ def load(key: str, value: Any) -> Any:
 
 
 def problems(options: Any) -> list[str]:
-    """Lists what of the user code that `options` name cannot be loaded."""
+    """Lists user code in `options` that cannot be loaded."""
     not_loaded: list[str] = []
     for key, value in named(options):
         try:
@@ -80,15 +80,15 @@ def problems(options: Any) -> list[str]:
 
 
 def digest(code: Any) -> str:
-    """Hashes a function, or the class of a callback: all of its file or its cell of a notebook, since it may call other
-    functions there, its default values and what it closes over.
+    """Hashes a function or a callback's class: its whole file or notebook cell, since it may call functions there, its
+    default values and its closure.
     """
     from datasets.fingerprint import Hasher  # here: seconds
 
     if not isinstance(code, FunctionType | type):
         code = type(code)
     functions = [code]
-    if isinstance(code, type):  # one of a notebook has no file, but its methods have the cell
+    if isinstance(code, type):  # in a notebook it has no file, but its methods have the cell
         functions = [each for each in vars(code).values() if isinstance(each, FunctionType)]
     lines = []
     for each in (code, *functions):
@@ -114,7 +114,7 @@ def digest(code: Any) -> str:
 
 
 def digests(options: Any) -> dict[str, str]:
-    """Maps each option that names user code to names and digests, in words."""
+    """Maps each option with user code to the names and hashes of its code."""
     words: dict[str, list[str]] = {}
     for key, value in named(options):
         words.setdefault(key, []).append(f"{name_of(value)} (source {digest(load(key, value))})")
@@ -122,16 +122,16 @@ def digests(options: Any) -> dict[str, str]:
 
 
 def failed(where: str, error: BaseException) -> UserError:
-    """Returns the error of user code as one of dsft: what it was, and its traceback."""
+    """Returns an error of user code as a UserError with its traceback."""
     text = "".join(traceback.format_exception(error)).rstrip()
     return UserError(f"{where} raised {type(error).__name__}: {error}\n{text}")
 
 
 def mapped(map_row: Callable[[dict], Any], values: dict[str, Any], where: Callable[[], str]) -> dict[str, Any] | None:
-    """Returns what `map_row` makes of a row; None if it leaves it out.
+    """Returns the row that `map_row` makes of one; None if it drops the row.
 
     Raises:
-        UserError: naming the row, where it fails or returns anything else.
+        UserError: it fails, or returns anything else; with the place of the row.
     """
     try:
         row = map_row(values)

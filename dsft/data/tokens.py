@@ -597,7 +597,7 @@ def _tokenised(
 
 
 def _end_with_parent(_worker: int) -> None:
-    """Has the kernel end this process with its parent (PR_SET_PDEATHSIG), to which it would hand over tokens for ever."""
+    """Has the kernel end this process with its parent (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
