@@ -117,7 +117,7 @@ NEEDED = {
 
 
 def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: type | None = None) -> Any:
-    """Reads a `cls` from `argv` and its `--config FILE`; faults go to `problems`. A file that cannot be read is the only
+    """Reads a `cls` from `argv` and its `--config FILE`; faults go to `problems`. An unreadable file is the only
     fault, and the defaults are returned. Hints for unknown options include those of the class `also`.
     """
     values = read_values(argv, problems)
