@@ -11,6 +11,7 @@ import importlib
 import signal
 import sys
 
+from dsft import __version__
 from dsft.cli.commands import COMMANDS
 from dsft.cli.help import command_help, commands_help
 from dsft.config.reader import read_command, read_flags, read_options
@@ -45,9 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         print(commands_help())
         sys.exit(0 if argv else EXIT_USER_ERROR)
     if name in ("--version", "version"):
-        from importlib.metadata import version  # a seventh of the time of `dsft --help`
-
-        print(f"dsft {version('dsft')}")
+        print(f"dsft {__version__}")
         return
     name = SYNONYMS.get(name, name)
     if name not in COMMANDS:

@@ -61,7 +61,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
     else:
         require_seen_gpus()
         machines = [this_machine()]
-    changes = {"nodes": len(hosts) or options.nodes, "host_names": tuple(sorted(hosts))}
+    changes = {"nodes": len(hosts) or options.nodes}
     if options.host_memory:
         changes["host_bytes"] = parse_bytes(options.host_memory)
     if options.interconnect:

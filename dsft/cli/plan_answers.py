@@ -302,7 +302,6 @@ def ways_to_fit(options: TrainConfig, machine: Machine) -> list[Alternative]:
     """Find changes that make a training fit which does not: of each kind the smallest that is enough. One that changes
     nothing does not fit either.
     """
-    nodes = [] if machine.host_names else NODES  # a host file names all there are
     lengths = [options.seq_len // 2**power for power in range(1, 8)]
     kinds = {
         "zero": ["auto"],
@@ -311,7 +310,7 @@ def ways_to_fit(options: TrainConfig, machine: Machine) -> list[Alternative]:
         "states": ["bfloat16"],
         "per_device_train_batch_size": [1],
         "sequence_parallel": [machine.ranks_per_node],
-        "nodes": [number for number in nodes if number > machine.nodes],
+        "nodes": [number for number in NODES if number > machine.nodes],
         "seq_len": [length for length in lengths if length >= SHORTEST],
     }
     return _ways(options, machine, kinds)

@@ -229,9 +229,10 @@ class _Beat(threading.Thread):
         if is_stalled and self.store is None:
             self.fail(f"made no progress for {self.limit:.0f} s, {self.place()}", shows_stacks=True)
 
-    def _look_at_job(self, now: float) -> None:
+    def entry(self) -> str:
+        """What the other ranks read of this one; another text each time."""
         self.beats += 1
-        idle = now - self.last_progress
+        idle = time.monotonic() - self.last_progress
         entry = {
             "beat": self.beats,
             "step": self.step,
@@ -240,7 +241,10 @@ class _Beat(threading.Thread):
             "limit": self.limit,
             "waits": idle > self.limit and _waits_for_others(),
         }
-        self.store.set(f"rank {self.rank}", json.dumps(entry))
+        return json.dumps(entry)
+
+    def _look_at_job(self, now: float) -> None:
+        self.store.set(f"rank {self.rank}", self.entry())
         if self.store.check([CAUSE]):
             self._end(Cause.from_json(self.store.get(CAUSE)))
         if self.store.check([CONSEQUENCE]):
@@ -444,7 +448,7 @@ def connect() -> None:
         client = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
         store = dist.PrefixStore(f"dsft/beat/{restart}", client)
-        store.set(f"rank {_beat.rank}", json.dumps({"beat": 0, "step": -1, "idle": 0, "limit": 1, "waits": False}))
+        store.set(f"rank {_beat.rank}", _beat.entry())
         node = [_beat.host, os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text()]
         places: list[Any] = [None] * _beat.world_size
         dist.all_gather_object(places, [node, os.getpid()])

@@ -346,7 +346,6 @@ def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
 
 
 _is_asked = False
-_saves_at_ctrl_c = False
 """SIGUSR1, SIGTERM or a first Ctrl-C asks a training to save and end, so that it can resume later: SLURM and Kubernetes
 send the signals before they take a node. In a notebook Ctrl-C stays what it is."""
 
@@ -364,8 +363,7 @@ def listen_for_signals() -> None:
     """Note SIGUSR1 from now on: SLURM may send it while the model loads (`--signal=USR1@300`). It is enough that a
     single rank gets it: the trainer lets all ranks agree.
     """
-    global _saves_at_ctrl_c, _is_asked
-    _saves_at_ctrl_c = "ipykernel" not in sys.modules
+    global _is_asked
     _is_asked = False
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, _note_signal)
@@ -373,15 +371,16 @@ def listen_for_signals() -> None:
 
 @contextlib.contextmanager
 def signals_save() -> Iterator[None]:
-    """Note SIGTERM, and Ctrl-C where `listen_for_signals` was called, as well inside a `with`; before, they end the
-    process as usual. In the main thread only; elsewhere (a notebook's) nothing changes. One that is ignored stays so.
+    """Note SIGTERM and Ctrl-C as well inside a `with`; before, they end the process as usual. In the main thread only;
+    elsewhere (a notebook's) nothing changes. One that is ignored stays so.
     """
-    numbers = []
-    if threading.current_thread() is threading.main_thread():
-        numbers = [signal.SIGTERM, signal.SIGINT] if _saves_at_ctrl_c else [signal.SIGTERM]
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGTERM]
+    if "ipykernel" not in sys.modules:
+        numbers.append(signal.SIGINT)
     handlers = {}
     for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:
+        if is_main_thread and signal.getsignal(number) != signal.SIG_IGN:
             handlers[number] = signal.signal(number, _note_signal)
     try:
         yield

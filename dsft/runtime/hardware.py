@@ -42,8 +42,6 @@ class Machine:
     """Name of the GPU, as its driver or the user says; empty where only its memory is known."""
     interconnect: str = ""
     """As `--interconnect` takes it: "nvlink+ib400" ...; empty where it is not known."""
-    host_names: tuple[str, ...] = ()
-    """Of the nodes, sorted, where they are known."""
     num_ranks: int = 0
     """On all nodes; 0: as many on each."""
     measured: bool = False

@@ -28,25 +28,22 @@ OPTIONAL_PACKAGES = ("bitsandbytes", "flash_attn", "kernels", "liger-kernel", "t
 """They compute where they are installed, and something else computes where they are not."""
 
 
-def version_of(name: str, *, missing: str = "not installed") -> str:
-    """Return the version of a package, or `missing` where it is not installed."""
+NOT_INSTALLED = "not installed"
+
+
+def version_of(name: str) -> str:
+    """Return the version of a package, or NOT_INSTALLED."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return missing
+        return NOT_INSTALLED
 
 
 def versions(*others: str) -> dict[str, str]:
-    """Versions of Python and of every package that a run's numbers depend on; of `others` where they are installed.
-    Raises PackageNotFoundError: one of PACKAGES is not installed.
-    """
-    installed = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        installed[name] = importlib.metadata.version(name)
-    for name in others:
-        if version := version_of(name, missing=""):
-            installed[name] = version
-    return installed
+    """Versions of Python and of every package that a run's numbers depend on, and of `others`, if installed."""
+    of_packages = {name: version_of(name) for name in (*PACKAGES, *others)}
+    installed = {name: version for name, version in of_packages.items() if version != NOT_INSTALLED}
+    return {"python": sys.version.split()[0]} | installed
 
 
 def numeric_versions() -> dict[str, str]:

@@ -49,7 +49,7 @@ def test_machines_on_paper_have_the_memory_that_torch_sees(tmp_path):
     (part,) = read_machines(PlanOptions(gpus="4x10GB"))
     assert part.device_bytes == 10 * GB
     (uneven,) = read_machines(PlanOptions(gpus="8xH100", hostfile=str(tmp_path / "hosts")))
-    assert (uneven.world_size, uneven.host_names) == (12, ("a", "b"))
+    assert uneven.world_size == 12
 
 
 def test_the_answer_is_a_few_lines(capsys):

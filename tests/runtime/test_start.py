@@ -5,6 +5,7 @@ import importlib
 import os
 import signal
 import socket
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def test_a_single_rank_has_no_more_threads_than_its_container_has_time_for(monke
 
 def test_a_first_ctrl_c_lets_a_training_save_and_a_second_one_ends_it(monkeypatch, capfd):
     monkeypatch.setattr(distributed, "_is_asked", False)
-    monkeypatch.setattr(distributed, "_saves_at_ctrl_c", True)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     with distributed.signals_save():
         os.kill(os.getpid(), signal.SIGINT)
         assert distributed.is_asked_to_save() and capfd.readouterr().err.count("dsft: Ctrl-C: saves and exits") == 1
@@ -139,7 +140,7 @@ def test_a_first_ctrl_c_lets_a_training_save_and_a_second_one_ends_it(monkeypatc
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_ignored_signal_stays_ignored(monkeypatch, number):
     monkeypatch.setattr(distributed, "_is_asked", False)
-    monkeypatch.setattr(distributed, "_saves_at_ctrl_c", True)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     before = signal.signal(number, signal.SIG_IGN)  # of a script's `trap "" TERM`, or its background jobs
     try:
         with distributed.signals_save():
@@ -151,7 +152,7 @@ def test_an_ignored_signal_stays_ignored(monkeypatch, number):
 
 def test_in_a_notebook_ctrl_c_stays_what_it_is(monkeypatch):
     monkeypatch.setattr(distributed, "_is_asked", False)
-    monkeypatch.setattr(distributed, "_saves_at_ctrl_c", False)
+    monkeypatch.setitem(sys.modules, "ipykernel", None)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         with distributed.signals_save(), pytest.raises(KeyboardInterrupt):
