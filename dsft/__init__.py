@@ -8,8 +8,6 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_MODULES = ("train", "report")
-"""Modules that can be called."""
 _FUNCTIONS = {
     "build_model": "dsft.models.build",
     "chat": "dsft.cli.folders",
@@ -21,13 +19,14 @@ _FUNCTIONS = {
     "plan": "dsft.api",
     "preview": "dsft.cli.data",
     "read_run": "dsft.checkpoints.run_folder",
+    "report": "dsft.run_page.page",
 }
 """Name -> its module, which is loaded at first use: it imports torch and transformers."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"dsft.{name}")
+    if name == "train":  # a module that can be called
+        return importlib.import_module("dsft.train")
     if name in _FUNCTIONS:
         importlib.import_module("dsft.runtime").quiet_libraries()
         return getattr(importlib.import_module(_FUNCTIONS[name]), name)
@@ -35,4 +34,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_MODULES, *_FUNCTIONS, "__version__"])
+    return sorted([*_FUNCTIONS, "train", "__version__"])

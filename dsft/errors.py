@@ -11,7 +11,6 @@ import functools
 import io
 import os
 import re
-import shlex
 import signal
 import sys
 import threading
@@ -29,7 +28,6 @@ EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: it can be resumed
 EXIT_INTERRUPTED = 130  # Ctrl-C: 128 and the number of the signal, as shells have it
 MOST_SECONDS = 10
 """Of `limited_time`."""
-SECRET = re.compile(r"--[\w-]*([-_]token|[-_]key|password|secret)")
 RANK_0_SECONDS = 8  # for rank 0 to print the message: a launcher kills all ranks as soon as one has ended
 
 
@@ -168,21 +166,6 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             sys.exit(code)
 
     return wrapped
-
-
-def shown_command(words: Iterable[str]) -> str:
-    """A command line as it is printed: quoted for a shell, and without the values of tokens and passwords."""
-    printed: list[str] = []
-    is_secret = False
-    for word in words:
-        flag, equals, _ = word.partition("=")
-        is_flag = bool(SECRET.fullmatch(flag))
-        if is_secret:
-            printed.append("***")
-        else:
-            printed.append(f"{flag}=***" if is_flag and equals else shlex.quote(word))
-        is_secret = is_flag and not equals
-    return " ".join(printed)
 
 
 def one_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -53,7 +54,6 @@ from dsft.errors import (
     UserError,
     one_line,
     raise_if_any,
-    shown_command,
     without_second_errors,
 )
 from dsft.job.beat import CAUSE, LAUNCHER_BEAT, SAVE, Cause
@@ -177,7 +177,7 @@ def launch(argv: list[str]) -> int:
     file = folder.absolute() / OPTIONS_FILE
     command = _command(options, nodes, num_ranks, name, file)
     if options.dry_run:
-        show_text(f"dsft: {shown_command(command)}")
+        show_text(f"dsft: {shlex.join(command)}")
         return 0
     values = _values(name, words, config)
     if name == "train" and (step := _finished_step(file, values)):
@@ -208,7 +208,7 @@ def launch(argv: list[str]) -> int:
                     "the preflight found errors (above; docs/doctor.md); --no_preflight starts all the same"
                 )
             _write_options(file, values, nodes)
-            show_text(f"dsft: {shown_command(command)}")
+            show_text(f"dsft: {shlex.join(command)}")
             address = options.master_addr or [*nodes, LOOPBACK][0]
             job = _Job(
                 command=command,

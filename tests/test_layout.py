@@ -102,7 +102,7 @@ FLOORS = {
     "models": 3,
     "data": 4, "planner": 4, "checkpoints": 4,
     "perplexity": 5, "setup": 5,
-    "training": 6, "launch": 6, "doctor": 6, "api": 6, "report": 6,
+    "training": 6, "launch": 6, "doctor": 6, "api": 6, "run_page": 6,
     "train": 7, "eval_ppl": 7, "evaluate_perplexity": 7, "cli": 7, "__init__": 7,
 }  # fmt: skip
 """Room (a folder or a module of dsft/) -> its floor. A module imports from its own room and from lower floors."""

@@ -209,9 +209,9 @@ def _talk(answer: Callable[[list[dict[str, Any]]], dict[str, Any]], *, source: s
 def run_report(options: ReportOptions) -> None:
     """Write the page about runs. Raises UserError if a folder is not a run."""
     with quick_imports():
-        from dsft.report.page import write_report
+        from dsft.run_page.page import report
 
-    show_text(f"dsft: written: {write_report(options.runs, options.out)}")
+    show_text(f"dsft: written: {report(*options.runs, out=options.out)}")
 
 
 def run_compare(options: CompareOptions) -> None:

@@ -39,7 +39,7 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
     """Check that `output_dir` is a folder, or one that can be made, on a disk that takes a few bytes."""
     path = Path(output_dir)
     if os.path.lexists(path) and not path.is_dir():
-        problems.append(f"output_dir={path}: is {'a file' if path.exists() else 'a link to nowhere'}, not a folder")
+        problems.append(f"output_dir={path}: is not a folder")
         return
     if error := write_error(existing_parent(path)):
         problems.append(f"output_dir={path}: cannot be written ({error})")

@@ -33,7 +33,6 @@ from dsft.runtime.hardware import (
     Machine,
     cpu_count,
     has_gpu,
-    require_kernels,
     require_seen_gpus,
     this_machine,
 )
@@ -93,7 +92,6 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
 
     if has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        require_kernels(torch.cuda.current_device())
     meet_seconds = timeouts.start_timeout if timeouts else 300
     timeout = timedelta(seconds=meet_seconds)
     address = os.environ["MASTER_ADDR"]

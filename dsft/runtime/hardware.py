@@ -21,7 +21,7 @@ from typing import Literal
 
 import psutil
 
-from dsft.errors import UserError, one_line
+from dsft.errors import UserError
 from dsft.runtime.console import say
 from dsft.units import BYTES, GiB, KiB, plural
 
@@ -304,21 +304,6 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def require_kernels(gpu: int) -> None:
-    """Refuse a GPU for which this torch was not built: its first kernel would end with a traceback (UserError)."""
-    import torch
-
-    try:
-        torch.zeros(1, device=torch.device("cuda", gpu)).item()
-    except RuntimeError as error:
-        if "no kernel image" not in str(error):  # such as memory that a killed run has not given back yet
-            return
-        raise UserError(
-            f"torch {torch.__version__} was not built for {torch.cuda.get_device_name(gpu)} ({one_line(error)})."
-            " Install one that was; cards before Turing need the one for CUDA 12.6"
-        ) from error
 
 
 Memory = Literal["GPU", "host", "pinned host"]

@@ -9,34 +9,15 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, kw_only=True)
-class Patch:
-    """One replacement in a library."""
-
-    target: str
-    """`module:Class.method`."""
-    why: str
-    seen: str
-    """The newest version of the library at which it was seen to be needed."""
-
-
 PATCHES = {
-    "token_rows": Patch(
-        target="peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
-        why="under ZeRO-3 it gathers the rows of trained tokens on CUDA alone, and ends on CPU ranks",
-        seen="0.21.2",
-    ),
-    "first_step_of_zeros": Patch(
-        target="deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.initialize_optimizer_states",
-        why="in ZeRO 0 it makes optimizer states in bf16 by a step that decays weights and that Adam counts",
-        seen="0.19.8",
-    ),
+    # Under ZeRO-3 it gathers the rows of trained tokens on CUDA alone, and ends on CPU ranks (seen in peft 0.21.2).
+    "token_rows": "peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
+    # In ZeRO 0 it makes optimizer states in bf16 by a step that decays weights and that Adam counts (DeepSpeed 0.19.8).
+    "first_step_of_zeros": "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.initialize_optimizer_states",
 }
-"""Name -> patch."""
+"""Name of a patch -> what it replaces, `module:Class.method`, below its reason and the newest version that needs it."""
 
 WITHOUT = "DSFT_WITHOUT_PATCH"
 """Variable with the name of a patch that is left out, to see what it is needed for (tests/without_patches.py)."""
@@ -54,7 +35,7 @@ def replaced(name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     if not is_applied(name):
         yield
         return
-    module, _, place = PATCHES[name].target.partition(":")
+    module, _, place = PATCHES[name].partition(":")
     class_name, method = place.split(".")
     owner = getattr(importlib.import_module(module), class_name)
     original = getattr(owner, method)

@@ -29,7 +29,7 @@ from dsft.checkpoints.run_folder import (
 )
 from dsft.config.options import TrainConfig
 from dsft.errors import UserError
-from dsft.report.page import read_runs
+from dsft.run_page.page import read_runs
 from dsft.runtime.launcher_env import LAUNCH
 
 

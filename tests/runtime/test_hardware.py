@@ -1,5 +1,5 @@
-"""What the hardware offers: GPUs that torch does not see or has no kernels for, CPUs that multiply bfloat16, memory of
-cgroups. A start after a kill waits for the memory of the processes that die, but not for that of another program.
+"""What the hardware offers: GPUs that torch does not see, memory and cores of cgroups. A start after a kill waits for
+the memory of the processes that die, but not for that of another program.
 """
 
 import os
@@ -19,21 +19,10 @@ from dsft.runtime.hardware import (
     ask_gpu,
     free_host_bytes,
     host_memory_bytes,
-    require_kernels,
     require_seen_gpus,
     wait_for_freed_gpu,
 )
 from dsft.units import GiB
-
-
-def test_a_card_without_kernels_is_refused_by_name(monkeypatch):
-    def no_kernel(*_, **__):
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
-
-    monkeypatch.setattr(torch, "zeros", no_kernel)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla V100")
-    with pytest.raises(UserError, match="was not built for Tesla V100 .*no kernel image"):
-        require_kernels(0)
 
 
 @pytest.fixture

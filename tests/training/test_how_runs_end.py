@@ -9,7 +9,7 @@ from conftest import flags, grid, needed_cases
 from ranks import run_entry, started_entry
 from tiny import write_jsonl, write_texts
 
-from dsft.report.page import read_runs
+from dsft.run_page.page import read_runs
 
 pytestmark = pytest.mark.launch
 

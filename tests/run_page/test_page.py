@@ -8,8 +8,8 @@ import pytest
 from dsft.cli.commands import ReportOptions
 from dsft.cli.folders import run_report
 from dsft.errors import UserError
-from dsft.report.charts import Curve, draw
-from dsft.report.page import charts, headline, read_runs, tables, write_report
+from dsft.run_page.charts import Curve, draw
+from dsft.run_page.page import charts, headline, read_runs, report, tables
 
 HOSTILE = "</style><img src=http://127.0.0.1:9/x onerror=alert(1)>"
 
@@ -70,9 +70,9 @@ def test_a_run_that_was_killed_early_has_a_page_and_what_is_not_a_run_is_refused
     (new / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     (read,) = read_runs([str(new)])
     assert read.status == "killed" and read.points("loss") == [(1, 2.0)]
-    assert write_report([str(new)], tmp_path / "pages" / "page.html").is_file()
+    assert report(str(new), out=str(tmp_path / "pages" / "page.html")).is_file()
     with pytest.raises(UserError, match="is not a run folder"):
-        write_report([str(tmp_path)])
+        report(str(tmp_path))
 
 
 @pytest.mark.parametrize("ys", [[3.0], [2.0, 2.0], [0.0, 1e-5], [1.0, 1e6], [-1.0, 5.0]])

@@ -6,6 +6,7 @@ A run that still runs, stopped early or was killed has less of both; the page sh
 import contextlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from math import isfinite
@@ -22,7 +23,7 @@ from dsft.errors import UserError
 from dsft.perplexity.compare import compare_results, read_evaluations
 from dsft.perplexity.results import REPORTS
 from dsft.perplexity.sums import in_words
-from dsft.report.charts import NUM_COLOURS, Curve, Points, draw
+from dsft.run_page.charts import NUM_COLOURS, Curve, Points, draw
 from dsft.runtime.disk import is_held
 from dsft.units import in_digits, in_time
 
@@ -61,7 +62,7 @@ class Run:
         return [(entry.get("num_input_tokens_seen", entry["step"]), entry[metric]) for entry in entries]
 
 
-def read_runs(folders: list[str]) -> list[Run]:
+def read_runs(folders: Iterable[str]) -> list[Run]:
     """Read runs; they are named by their folders. Raises UserError if one is not a run, or cannot be read."""
     runs = []
     for folder in dict.fromkeys(folders):
@@ -83,11 +84,11 @@ def is_shown(value: Any) -> bool:
     return isinstance(value, str) or (value is not None and isfinite(value))
 
 
-def write_report(folders: list[str], out: str | None = None) -> Path:
-    """Write the page, by default into the folder of the first run; returns its path."""
+def report(*folders: str, out: str | None = None) -> Path:
+    """Write the page about runs, by default into the folder of the first one; returns its path."""
     runs = read_runs(folders)
     path = Path(out).expanduser() if out else runs[0].folder / PAGE
-    template = resources.files("dsft.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    template = resources.files("dsft.run_page").joinpath("page.html.jinja").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["table"] = html_table
     html = environment.from_string(template).render(
