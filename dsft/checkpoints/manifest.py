@@ -161,14 +161,6 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def manifest_hash(folder: Path) -> str:
-    """Distinguish one checkpoint from another at the same path, on hosts that may not share it."""
-    path = folder / MANIFEST
-    if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return f"no {MANIFEST}" if folder.is_dir() else "no such folder"
-
-
 def integrity_errors(folder: Path, *, hash_tensors: bool = False) -> list[str]:
     """Compare a checkpoint with its manifest: files, sizes, and hashes of all files or of those that are no tensors.
     What cannot be read is an error as what has changed.

@@ -48,13 +48,8 @@ FROM_WEIGHTS = "start from its weights: name it as model (of LoRA as adapter), w
 
 def samples_in(entry: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the samples in an entry of the log: (prompt, answer)."""
-    samples = []
-    prompt, answer = SAMPLE
-    number = 1
-    while answer.format(number) in entry:
-        samples.append((entry[prompt.format(number)], entry[answer.format(number)]))
-        number += 1
-    return samples
+    prompts, answers = ([entry[name] for name in entry if name.startswith(form.format(""))] for form in SAMPLE)
+    return [*zip(prompts, answers, strict=True)]
 
 
 def check_output_dir(config, problems: list[str]) -> None:

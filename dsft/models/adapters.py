@@ -108,11 +108,6 @@ def gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: in
         return weight[rows].clone()
 
 
-def adapter_folder(adapter: str) -> str:
-    """Returns the folder of a saved adapter, of a hub id that in the cache. Raises OSError if there is none."""
-    return adapter if Path(adapter).exists() else str(Path(cached_file(adapter, ADAPTER_CONFIG)).parent)
-
-
 def saved_lora_config(adapter: str) -> PeftConfig:
     """Reads the shape of a saved adapter of any type, to be trained on, scored or merged.
 
@@ -120,7 +115,7 @@ def saved_lora_config(adapter: str) -> PeftConfig:
         UserError: where its type or a field of it is unknown, or dsft cannot compute with it.
         OSError, ValueError: where there is none.
     """
-    folder = adapter_folder(adapter)
+    folder = adapter if Path(adapter).exists() else str(Path(cached_file(adapter, ADAPTER_CONFIG)).parent)
     content = adapter_description(folder)
     if content is None:
         raise ValueError(f"it has no {ADAPTER_CONFIG}")
@@ -128,9 +123,12 @@ def saved_lora_config(adapter: str) -> PeftConfig:
     kind = content["peft_type"]
     if kind not in ADAPTER_TYPES:
         raise UserError(f"{file}: an adapter of type {kind} is not supported; use peft itself")
-    fields = {field.name for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
-    if unknown := sorted(name for name, value in content.items() if value and name not in fields):  # peft drops these
-        raise UserError(f"{file}: sets {', '.join(unknown)}, unknown to the installed peft; install a newer one")
+    defaults = {field.name: field.default for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
+    supported = {field.name for field in dataclasses.fields(PeftConfig)} | LORA_FIELDS if kind == "LORA" else defaults
+    for name, value in sorted(content.items()):
+        if value and name not in supported and value != defaults.get(name):  # peft drops what it does not know
+            library = "dsft" if name in defaults else "the installed peft"
+            raise UserError(f"{file}: sets {name}, which {library} does not support; use peft itself, or a newer one")
     if kind == "LORA" and content.get("init_lora_weights", True) not in (*LORA_STARTS, None, "eva"):
         raise UserError(
             f"{file}: init_lora_weights {content['init_lora_weights']!r} changed the base at its start, which cannot be"
@@ -140,12 +138,6 @@ def saved_lora_config(adapter: str) -> PeftConfig:
         config = PeftConfig.from_pretrained(folder)
     except (TypeError, ValueError, AttributeError, ImportError) as error:
         raise UserError(f"{file}: cannot be read by peft ({one_line(error)})") from None
-    if kind == "LORA":
-        supported = {field.name for field in dataclasses.fields(PeftConfig)} | LORA_FIELDS
-        default = LoraConfig()
-        for name in sorted(fields - supported):
-            if getattr(config, name) and getattr(config, name) != getattr(default, name):
-                raise UserError(f"{file}: LoRA with {name} is not supported; load it with peft")
     config.inference_mode = False  # as saved, it would freeze the adapter
     return config
 
@@ -158,10 +150,8 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
         ValueError, TypeError, ImportError: of peft, where fields contradict each other.
     """
     fields = dict(options.lora_options)
-    # Left out: routers, and towers that no text token passes through.
-    excluded = [rf"(.*\.)?{re.escape(name)}" for name in _routers(model)]
-    towers = unreached(model)
-    excluded += [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in towers]
+    left_out = _left_out(model)
+    excluded = [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in left_out]
     asked = fields.pop("exclude_modules", None) or []
     excluded += [f"(?:{asked})"] if isinstance(asked, str) else [rf"(.*\.)?{re.escape(name)}" for name in asked]
     targets = options.lora_target_modules
@@ -173,8 +163,8 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
         for name, parameter in model.named_parameters():
             if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3:
                 fused.append(name)
-        if any(name.startswith(towers) for name in fused):  # one by one: towers have such names, too
-            experts = {name for name in fused if not name.startswith(towers)}
+        if any(name.startswith(left_out) for name in fused):  # one by one: towers have such names, too
+            experts = {name for name in fused if not name.startswith(left_out)}
         else:
             experts = {".".join(name.split(".")[-3:]) for name in fused}
         if experts:
@@ -211,13 +201,15 @@ def _is_meant(name: str, targets: Iterable[str]) -> bool:
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
-def _routers(model: PreTrainedModel) -> list[str]:
-    """Names of linear layers that compute something else: the router of Llama 4 returns two tensors."""
-    names = set()
+def _left_out(model: PreTrainedModel) -> tuple[str, ...]:
+    """Beginnings of names of what LoRA leaves as it is: what no text token passes through, and linear layers that
+    compute something else (the router of Llama 4 returns two tensors).
+    """
+    routers = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and type(module).__name__.endswith(("Router", "GroupedLinear")):
-            names.add(".".join(name.split(".")[-2:]))
-    return sorted(names)
+            routers.append(f"{name}.")
+    return (*routers, *unreached(model))
 
 
 def adapters_of(options: TrainConfig, model: PreTrainedModel, new_tokens: Iterable[int] = ()) -> PeftConfig | None:
@@ -254,12 +246,10 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
             other = f"lora_modules_to_save: {whole[0]}" if whole else "lora_options: trainable_token_indices"
             problems.append(f"{other}: add_tokens trains the rows of new tokens; leave one out")
     modules = dict(model.named_modules())
-    left_out = tuple(_routers(model))
-    towers = unreached(model)
+    left_out = _left_out(model)
     layers = []
     for name, module in modules.items():
-        is_layer = isinstance(module, (*LINEAR, nn.Embedding))
-        if is_layer and not name.endswith(left_out) and not f"{name}.".startswith(towers):
+        if isinstance(module, (*LINEAR, nn.Embedding)) and not f"{name}.".startswith(left_out):
             layers.append(name)
     for target in options.lora_target_modules:
         if target != ALL_LINEAR and not any(_is_meant(name, [target]) for name in layers):

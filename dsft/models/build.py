@@ -160,8 +160,7 @@ def build_model(
         # transformers rounds it to bfloat16, but zero.Init makes such buffers of the model's dtype.
         normalizer = unwrapped(model).model.normalizer
         normalizer.copy_(normalizer.bfloat16())
-    lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
-    is_listed = any(name.endswith("experts") for name in lists)
+    is_listed = any(name.endswith("experts") for name, each in model.named_modules() if isinstance(each, nn.ModuleList))
     if is_listed and distributed.world_size() > 1 and (isinstance(config, TrainConfig) or is_deepspeed_zero3_enabled()):
         # Of code of a repository: ranks would wait for each other, or add up gradients of different experts.
         raise UserError(
@@ -431,7 +430,10 @@ def _check_adapter(
     # One vector bank in all layers is saved once.
     missing = [name for name in absent if state[name].requires_grad and id(state[name]) not in loaded]
     if missing:
-        raise UserError(_tensors(missing, "of the adapter missing from its weights"))
+        raise UserError(
+            f"{_tensors(missing, 'of the adapter missing from its weights')}; if it was trained on the text class of a"
+            " package, merge it there: peft, over AutoModelForCausalLM"
+        )
     # Beside an embedding as a whole peft saves again what of it, or of a tied head, is trained, and does not read that.
     repeated = {name.replace(".default", "") for name, parameter in state.items() if id(parameter) in loaded}
     if unexpected := {*result.unexpected_keys} - repeated:

@@ -29,7 +29,6 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from dsft.config.user_code import failed, name_of
-from dsft.errors import UserError
 from dsft.models.adapters import unwrapped
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
@@ -73,13 +72,12 @@ def finish_logits(product: torch.Tensor, config: PreTrainedConfig) -> torch.Tens
 
 
 class ChunkedHead:
-    """Splits a forward: `outputs = run(...)`, then `logits(rows of outputs)` within `weights()`.
-    `is_split`: whether the outputs are hidden states; else they are logits, of a head that cannot be computed alone.
-    """
+    """Splits a forward: `outputs = run(...)`, then `logits(rows of outputs)` within `weights()`."""
 
-    def __init__(self, model: nn.Module, *, is_split: bool = True):
+    def __init__(self, model: nn.Module):
         self.model = model
-        self.is_split = is_split
+        self.is_split = True
+        """Whether the outputs are hidden states; else they are logits, of a head that cannot be computed alone."""
         self.config = unwrapped(model).config
         self.linear = unwrapped(model).get_output_embeddings()
 
@@ -185,7 +183,6 @@ def sums_of_nats(
 ) -> torch.Tensor:
     """Returns sums over all targets, [2]: what is trained, their negative log-likelihood with weights and label
     smoothing or a loss of the user's own; and their negative log-likelihood alone, without a gradient.
-    Raises UserError if `compute_loss` fails, or does not return the loss of each label.
     """
     cross_entropy = functools.partial(functional.cross_entropy, logits_NV, targets_N, ignore_index=IGNORED)
     if weights_N is None and not label_smoothing and compute_loss is None:
@@ -195,37 +192,27 @@ def sums_of_nats(
     if compute_loss is None:
         trained_N = cross_entropy(reduction="none", label_smoothing=label_smoothing)
     else:
-        trained_N = _own_losses(compute_loss, logits_NV, targets_N)
+        trained_N = compute_loss(logits_NV, targets_N).float()
     if weights_N is not None:
         trained_N = trained_N * weights_N
     return torch.stack([trained_N.sum(), nats])
 
 
-def _own_losses(compute_loss: Callable, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    name = f"compute_loss={name_of(compute_loss)}"
-    try:
-        losses_N = compute_loss(logits_NV, targets_N)
-    except Exception as error:
-        if which_memory(error):
-            raise
-        raise failed(name, error) from None
-    if not torch.is_tensor(losses_N) or losses_N.shape != targets_N.shape or not losses_N.is_floating_point():
-        returned = f"a tensor {[*losses_N.shape]}" if torch.is_tensor(losses_N) else type(losses_N).__name__
-        raise UserError(f"{name} returned {returned}; expected the loss of each label, {[*targets_N.shape]}")
-    return losses_N.float()
-
-
 def own_loss_problems(compute_loss: Callable, vocab_size: int) -> list[str]:
     """Tries a loss of the user's own on a few random logits, and lists its problems."""
+    name = f"compute_loss={name_of(compute_loss)}"
     generator = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(6, vocab_size, generator=generator).requires_grad_()
     targets_N = torch.randint(vocab_size, (6,), generator=generator)
     try:
-        total = _own_losses(compute_loss, logits_NV, targets_N).sum()
-    except UserError as error:
-        return error.problems
-    if not total.requires_grad:
-        return [f"compute_loss={name_of(compute_loss)} returned losses without gradients: nothing would be trained"]
+        losses_N = compute_loss(logits_NV, targets_N)
+    except Exception as error:
+        return failed(name, error).problems
+    if not torch.is_tensor(losses_N) or losses_N.shape != targets_N.shape or not losses_N.is_floating_point():
+        returned = f"a tensor {[*losses_N.shape]}" if torch.is_tensor(losses_N) else type(losses_N).__name__
+        return [f"{name} returned {returned}; expected the loss of each label, {[*targets_N.shape]}"]
+    if not losses_N.requires_grad:
+        return [f"{name} returned losses without gradients: nothing would be trained"]
     return []
 
 

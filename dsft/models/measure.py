@@ -39,7 +39,6 @@ from dsft.models.model_folder import (
     is_gguf,
     located,
     misnamed,
-    no_model,
 )
 from dsft.models.package import (
     FORMATS,
@@ -222,7 +221,8 @@ def measure_model(
     except UserError as error:
         raise UserError([f"model={name}: {problem}" for problem in error.problems]) from error
     except Exception as error:  # whatever transformers, or the code of a repository, makes of a config
-        raise UserError(no_model(name, error)) from error
+        problem = f"model={name}: no causal language model can be built from what is there ({one_line(error)})"
+        raise UserError(misnamed("model", name) or problem) from error
     if method != "full" and not options.adapter:
         raise_if_any(check_lora_options(model, options))
     try:
@@ -352,11 +352,8 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
             model = adapted_for_a_look(model, adapters)
     saved_params = model.num_parameters(only_trainable=adapters is not None)
     raise_if_any(select_trained(model, options.trainable, options.frozen, learning_rates(options)))
-    numels: Counter[int] = Counter()
-    trainable_numels: Counter[int] = Counter()
-    for parameter in model.parameters():
-        numels[parameter.numel()] += 1
-        trainable_numels[parameter.numel()] += parameter.requires_grad
+    numels = Counter(parameter.numel() for parameter in model.parameters())
+    trainable_numels = Counter(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     heads = _first(text, "num_attention_heads", "num_heads") or 1  # state-space models have none
     head_dim = _first(text, "head_dim") or text.hidden_size // heads
     ffn = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * text.hidden_size
@@ -380,7 +377,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
         largest_gathered_params=largest,
         numels=tuple(sorted(numels.items())),
-        trainable_numels=tuple(sorted((+trainable_numels).items())),
+        trainable_numels=tuple(sorted(trainable_numels.items())),
         vocab_size=text.vocab_size,
         max_positions=max_positions(text),
         lora_r=lora_r,

@@ -199,13 +199,6 @@ def misnamed(key: str, name: str) -> str | None:
     return missing(key, name)
 
 
-def no_model(model: str, error: BaseException) -> str:
-    """Explains why no model can be built of `model`."""
-    return misnamed("model", model) or (
-        f"model={model}: no causal language model can be built from what is there ({one_line(error)})"
-    )
-
-
 def load_template(name: str) -> str:
     """Returns the text of a preset or a file; of a JSON file, as older packages with images have one, that of its key
     chat_template. Raises ValueError if it is neither, or is no Jinja.

@@ -78,17 +78,6 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextlib.contextmanager
-def same_weights() -> Iterator[None]:
-    """Draws the same random weights each time, for the same answer in plan and training; others' draws stay as they
-    were.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        yield
-
-
-@same_weights()
 def small_model(
     config: PreTrainedConfig,
     *,
@@ -99,7 +88,8 @@ def small_model(
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """Builds the architecture of `config` with narrow layers, few of them but one of each kind, and an even number of
-    attention `heads`. The trials below pass their `options` to it.
+    attention `heads`. The trials below pass their `options` to it. Its random weights are the same each time, for the
+    same answer in plan and training.
 
     Raises:
         ValueError: where it would have more than LARGEST_TRIED parameters.
@@ -107,8 +97,8 @@ def small_model(
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
-    parts = {name: getattr(small, name, None) for name in small.sub_configs}
-    for name, part in parts.items():
+    for name in small.sub_configs:
+        part = getattr(small, name, None)
         is_tower = text is not small or name in ("vision_config", "audio_config")
         if part is not text and isinstance(part, PreTrainedConfig) and is_tower:
             for size, value in SMALL_TOWER.items():
@@ -141,7 +131,8 @@ def small_model(
     num_params = empty_model(small, trust_remote_code=trust_remote_code).num_parameters()
     if num_params > LARGEST_TRIED:
         raise ValueError(f"it would have {num_params:,} parameters")
-    with without_zero_init():
+    with without_zero_init(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
         model = from_config(
             small, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
         )
@@ -371,7 +362,6 @@ def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: 
 
 
 @one_thread()
-@same_weights()
 def trains_in_tiles(config: PreTrainedConfig, **options) -> bool:
     """Returns whether a small model of this architecture has the same loss and gradients in tiles as from its logits,
     and no auxiliary loss, which tiles leave out.
@@ -394,16 +384,9 @@ def trains_in_tiles(config: PreTrainedConfig, **options) -> bool:
 
 
 def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the loss, and the gradients of what is trained."""
-    model.zero_grad()
-    loss.backward()
-    results = [loss.detach()]
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            results.append(parameter.grad.clone())
-        elif parameter.requires_grad:  # of experts that no token reached
-            results.append(torch.zeros_like(parameter))
-    return results
+    """Returns the loss, and the gradients of what is trained: zeros of experts that no token reached."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [loss.detach(), *torch.autograd.grad(loss, trained, materialize_grads=True)]
 
 
 def _all_close(results: list[torch.Tensor], references: list[torch.Tensor], *, noise: float) -> bool:

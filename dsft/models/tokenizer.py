@@ -113,17 +113,13 @@ def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.discard(tokenizer.pad_token_id)
-    largest = 0
-    token = ""
-    for text, number in tokenizer.get_vocab().items():
-        if number > largest and number not in special:
-            largest = number
-            token = text
+    tokens = {number: token for token, number in tokenizer.get_vocab().items() if number not in special}
+    largest = max(tokens, default=0)
     if largest < vocab_size:
         return []
     return [
-        f"tokenizer {tokenizer.name_or_path}: has ids up to {largest} ({token}), but the model has embeddings for"
-        f" {vocab_size}; use the model's own tokenizer, or, if this is it, a copy without the tokens beyond (in"
+        f"tokenizer {tokenizer.name_or_path}: has ids up to {largest} ({tokens[largest]}), but the model has embeddings"
+        f" for {vocab_size}; use the model's own tokenizer, or, if this is it, a copy without the tokens beyond (in"
         " added_tokens of its files)"
     ]
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from dsft.checkpoints import run_folder
-from dsft.checkpoints.manifest import clean_up, manifest_hash, read_manifest, read_trainer_state
+from dsft.checkpoints.manifest import MANIFEST, SEAL, clean_up, read_manifest, read_trainer_state
 from dsft.checkpoints.resume import TRAINED_ELEMENTS, check_identity
 from dsft.config import user_code
 from dsft.config.deepspeed import (
@@ -172,7 +172,8 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     # Each rank has read the options, and the files that they name, by itself.
     files = {f"content of {before.zero}": run.zero_file, **user_code.digests(before)}
     if run.checkpoint:
-        files[f"{run.checkpoint} to resume from"] = manifest_hash(Path(run.checkpoint))
+        # Hosts may not share it.
+        files[f"{run.checkpoint} to resume from"] = read_manifest(run.checkpoint).get(SEAL, f"no {MANIFEST}")
     require_agreement({SAME_OPTIONS: common_options(before), SAME_FILES: files})
     run.apply(decisions)
     options = run.options

@@ -21,7 +21,8 @@ def test_a_head_alone_and_all_logits_are_compared_side_by_side():
     models = [LlamaForCausalLM(config(**values)).eval() for _ in range(2)]
     batch = {"input_ids": torch.randint(1, 384, (3, 20)), "targets": torch.randint(1, 384, (3, 20))}
     batch["targets"][:, ::3] = batch["targets"][1, 4:] = IGNORED
-    split, whole, other = ChunkedHead(models[0]), ChunkedHead(models[0], is_split=False), ChunkedHead(models[1])
+    split, whole, other = ChunkedHead(models[0]), ChunkedHead(models[0]), ChunkedHead(models[1])
+    whole.is_split = False
     wanted = batch["targets"] != IGNORED
     with torch.no_grad():
         for pair, scorers in (((0, 1), [split, other]), ((1, 0), [other, whole]), ((0,), [whole])):
