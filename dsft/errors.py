@@ -111,7 +111,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def without_second_errors(problems: Iterable[str], known: Iterable[str]) -> list[str]:
     """Leaves out the problems of options that `known` ones begin with, or suggest instead of what was written: an
-    error of a default that nobody set is no news.
+    error of a default that nobody set is not useful.
     """
     names: set[str] = set()
     for problem in known:

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-# Started as a script, this file's own folder stands first on sys.path, and its modules could shadow libraries there.
+# Started as a script, this file's own folder is first on sys.path, and its modules could shadow libraries there.
 if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 

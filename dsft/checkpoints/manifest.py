@@ -154,7 +154,7 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Return the Trainer's state that a checkpoint holds. Raises UserError where it is none."""
+    """Return the Trainer's state in a checkpoint. Raises UserError if it is not one."""
     state = read_object(folder / TRAINER_STATE)
     if not isinstance(state.get("global_step"), int):
         raise UserError(f"{folder / TRAINER_STATE}: has no global_step; use another checkpoint")
@@ -162,7 +162,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def integrity_errors(folder: Path, *, hash_tensors: bool = False) -> list[str]:
-    """Compare a checkpoint with its manifest: files, sizes, and hashes of all files or of those that are no tensors.
+    """Compare a checkpoint with its manifest: files, sizes, and hashes of all files or of those that are not tensors.
     What cannot be read is an error as what has changed.
     """
     try:

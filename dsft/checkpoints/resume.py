@@ -4,7 +4,7 @@ Refused is what would make kept states those of something else: other trained pa
 step or kind of optimizer. Other options are taken as they are now; the log reports those that change a step.
 
 DeepSpeed reads its shards only on the ranks and in the stage that wrote them. Its universal checkpoint takes three
-times the fp32 weights on disk, gives all groups the first one's hyperparameters in stage 3 (stage3.py,
+times the fp32 weights on disk, sets all groups' hyperparameters to the first one's in stage 3 (stage3.py,
 load_hp_checkpoint_state_from_checkpoint_dir_stage3), and supports no frozen weights there.
 """
 

@@ -53,7 +53,7 @@ def samples_in(entry: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def check_output_dir(config, problems: list[str]) -> None:
-    """Check that the folder is writable and holds no other run, unless `overwrite` or a resume is asked for."""
+    """Check that the folder is writable and contains no other run, unless `overwrite` or a resume is asked for."""
     path = Path(config.training["output_dir"])
     resume = config.training.get("resume_from_checkpoint")
     check_writable(str(path), problems)
@@ -180,7 +180,7 @@ def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
 
 def is_finished(checkpoint: str, training: dict[str, Any], *, patience: int | None = None) -> bool:
     """Return whether nothing is left to train after `checkpoint`, by `patience` (early_stopping_patience), max_steps or
-    else num_train_epochs. Raises UserError where the checkpoint holds no Trainer's state.
+    else num_train_epochs. Raises UserError if the checkpoint has no Trainer's state.
     """
     state = read_trainer_state(Path(checkpoint))
     stopping = (state.get("stateful_callbacks") or {}).get("EarlyStopping")  # of training/callbacks.py
@@ -246,7 +246,7 @@ def damage(model: str) -> list[str]:
     """List the problems of the checkpoint that `model` names, by sizes and small files; `changed_files` reads all."""
     folder = sealed_checkpoint(model)
     errors = integrity_errors(folder) if folder else []
-    if errors and has_only_shards(model):  # somebody removed the weights that the shards hold, too
+    if errors and has_only_shards(model):  # somebody removed the weights that the shards contain, too
         errors = [error for error in errors if not re.fullmatch(r"\S+\.safetensors\S* is missing", error)]
     return errors
 

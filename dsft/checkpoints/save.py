@@ -48,7 +48,7 @@ DISK_ERRORS = re.compile(
     r"os error \d+"  # safetensors, written in Rust
     r"|PytorchStreamWriter|inline_container|iostream error|Parent directory .* does not exist"  # torch's zip writer
 )
-"""How libraries report a disk, in errors that are no OSError."""
+"""How libraries report a disk, in errors that are not an OSError."""
 
 
 @dataclass
@@ -154,13 +154,13 @@ def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]
 
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the full shapes of the trained parameters by name, also where ZeRO-3 holds only a piece of each."""
+    """Return the full shapes of the trained parameters by name, also where ZeRO-3 has only a piece of each."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return shapes_of(trained)
 
 
 def adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
-    """Return the parameters that an adapter's file holds, trained or frozen, by their names in the model."""
+    """Return the parameters in an adapter's file, trained or frozen, by their names in the model."""
     named = dict(model.named_parameters())
     kept = get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
     saved = {*kept.values()}
@@ -172,7 +172,7 @@ def adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
 
 
 def gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return copies of parameters in host memory, on rank 0 alone, also where ZeRO-3 holds only a piece of each; tied
+    """Return copies of parameters in host memory, on rank 0 alone, also where ZeRO-3 has only a piece of each; tied
     ones are one copy. Collective under ZeRO-3.
     """
     copies = {}
@@ -184,7 +184,7 @@ def gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 
 def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
-    """Return the full shapes of parameters, also where ZeRO-3 holds only a piece of each."""
+    """Return the full shapes of parameters, also where ZeRO-3 has only a piece of each."""
     shapes = {}
     for name, parameter in parameters.items():
         shapes[name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -206,7 +206,7 @@ def missing_weights(folder: Path, *, num_elements: int) -> list[str]:
 def changed_files(checkpoint: str, *, weights_only: bool = False) -> list[str]:
     """Hash the files of a checkpoint, each rank its share, and return what has changed on any rank since they were
     written. Collective.
-    `weights_only`: leave out DeepSpeed's shards, unless the weights lie in them.
+    `weights_only`: leave out DeepSpeed's shards, unless they contain the weights.
     """
     folder = Path(described_in(checkpoint))
     files = files_of(folder)

@@ -32,7 +32,7 @@ from dsft.runtime import quick_imports
 from dsft.runtime.console import set_up_screen, show_table, show_text
 from dsft.units import GB, plural
 
-CHAT_HELP = "/system TEXT is given to the model first, /reset begins from scratch, /quit exits; Ctrl-C stops an answer"
+CHAT_HELP = "/system TEXT sets the system message, /reset begins from scratch, /quit exits; Ctrl-C stops an answer"
 
 
 def show_checkpoints(options: FolderOptions) -> None:
@@ -65,7 +65,7 @@ def show_checkpoints(options: FolderOptions) -> None:
 
 
 def verify_checkpoint(options: FolderOptions) -> None:
-    """Read every file of a checkpoint, or of all that a run's folder holds, and compare it with the manifest. Raises
+    """Read every file of a checkpoint, or all in a run's folder, and compare it with the manifest. Raises
     UserError with everything that differs.
     """
     path = Path(options.folder)

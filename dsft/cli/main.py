@@ -19,7 +19,7 @@ from dsft.runtime import quick_imports, quiet_libraries
 from dsft.runtime.launcher_env import unset_single_process_env
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Of an OSError that a full disk, or a quota, gives."""
+"""Of the OSError of a full disk, or a quota."""
 SLOW = ("preview", "prepare", "plan", "export", "merge", "chat")
 """Commands that are silent for seconds while they load libraries."""
 SYNONYMS = {
@@ -35,7 +35,7 @@ SYNONYMS = {
 
 @ends_with_clear_errors
 def main(argv: list[str] | None = None) -> None:
-    if argv is None:  # a process of its own; a caller's process may hold the group of these variables
+    if argv is None:  # a process of its own; a caller's process may have the group of these variables
         unset_single_process_env()
         argv = sys.argv[1:]
     name, *words = argv or ["--help"]

@@ -539,7 +539,7 @@ def _check_training(options: TrainConfig) -> list[str]:
     for name in options.held_out_names:
         if name == "macro" or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             problems.append(
-                f"eval_data: {name!r} cannot name a set; use letters, digits, _ and -, and another word than macro,"
+                f"eval_data: {name!r} cannot name a set; use letters, digits, _ and -, and not the word macro,"
                 " which is the mean of all sets"
             )
     sets = [f"{name}_" for name in (*options.held_out_names, "macro")] if options.held_out_names else []

@@ -1,7 +1,7 @@
 """Renders chats in their template, and finds which characters of the text are an assistant's answers.
 
 For each trained answer the chat is rendered twice: up to the answer, and before it with the generation prompt. The
-answer is what the first has beyond the second, so what precedes a trained answer is what a server gives the model. An
+answer is what the first has beyond the second, so what precedes a trained answer is what a server feeds the model. An
 answer is trained in the rendering of the whole chat if that begins alike, else in a sequence of its own.
 
 Templates are not parsed: neither their {% generation %} markers nor their roles are read.
@@ -39,7 +39,7 @@ _WAY_OUT = (
 )
 
 Spans = list[tuple[int, int, float]]
-"""Stretches that are trained, as (start, end, weight); where they overlap, the weight of the later one holds."""
+"""Stretches that are trained, as (start, end, weight); where they overlap, the weight of the later one counts."""
 
 
 @dataclass(kw_only=True)
@@ -212,7 +212,7 @@ class _ChatRenderer:
         for switch in _SWITCHES:
             try:
                 prompt = self.render(self.source[:turn], prompt=True, **switch)
-            except TEMPLATE_ERRORS:  # no message stands before it, say
+            except TEMPLATE_ERRORS:  # no message precedes it, say
                 return None
             if text.startswith(prompt):
                 return prompt
@@ -317,7 +317,7 @@ class _ChatRenderer:
 
 
 def _parts_of(message: Message) -> list[tuple[str, str]]:
-    """Lists (kind, text) of all that must stand in the rendering of a message."""
+    """Lists (kind, text) of all that must appear in the rendering of a message."""
     content = message["content"]
     thought = message.get("reasoning_content", "")
     if message["role"] == "assistant" and not thought and "</think>" in content:
@@ -334,7 +334,7 @@ def _parts_of(message: Message) -> list[tuple[str, str]]:
 
 
 def _find(part: str, text: str, start: int = 0) -> tuple[int, int] | None:
-    """Finds a part as it stands or escaped, as in JSON; returns where it begins and ends."""
+    """Finds a part as it is or escaped, as in JSON; returns where it begins and ends."""
     for _ in range(3):
         position = text.find(part, start)
         if position >= 0:

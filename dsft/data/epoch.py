@@ -31,7 +31,7 @@ BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNO
 def sequence(ids: np.ndarray, trained: np.ndarray, weights: np.ndarray | None = None) -> Sequence:
     ids = np.asarray(ids, np.int64)
     labels = np.where(trained, ids, IGNORED)
-    labels[:1] = IGNORED  # nothing stands before the first token
+    labels[:1] = IGNORED  # nothing precedes the first token
     return {"input_ids": ids, "labels": labels} | ({} if weights is None else {"weights": np.array(weights)})
 
 
@@ -211,7 +211,7 @@ def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> lis
 
 
 def repeated(items: Iterable[Any], micro_batch: int, ranks: int) -> Iterator[Any]:
-    """Yields each `micro_batch` of `items` that follow `ranks` times: accelerate gives a batch to each rank in turn,
+    """Yields each `micro_batch` of `items` that follow `ranks` times: accelerate hands a batch to each rank in turn,
     and so many neighbours share one.
     """
     items = iter(items)
@@ -232,9 +232,9 @@ class EpochSampler(torch.utils.data.Sampler):
     """The optimizer steps already done; asked at the beginning of each epoch, also of one resumed in its middle."""
     drop_last: bool = False  # leave out what does not fill a step
     strategy: str = "random"
-    """train_sampling_strategy. By default ("batch_rebalance") batches of a step are of like length, and the step holds
+    """train_sampling_strategy. By default ("batch_rebalance") batches of a step are of like length, and the step has
     the same items as with "random". "group_by_length": steps are of like length, which pads least, but makes steps that
-    differ. "sequential": every epoch takes the items as they stand in the data.
+    differ. "sequential": every epoch takes the items in the order of the data.
     """
     micro_batch: int = 1
     shared_by: int = 1  # both as `repeated` takes them
@@ -281,7 +281,7 @@ class Collator:
     the positions that predict them, as shift_labels and shift_weights; row_positions are those of full packed rows.
 
     Padded rows have an attention_mask. Packed rows have none, but position_ids that restart with each sequence:
-    transformers makes its block mask from them only where no mask is given. Where each row is one sequence there are no
+    transformers makes its block mask from them only if no mask is given. Where each row is one sequence there are no
     position_ids either: a causal model needs no mask then. With flash attention packed rows too are laid end to end,
     [1, B * T], with the bounds of all sequences beside them.
     """

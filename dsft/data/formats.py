@@ -70,9 +70,9 @@ MESSAGE_KEYS = {
 VERDICTS = ("kto_tag", "label")  # columns of KTO (LLaMA-Factory, TRL): false marks an answer to be avoided
 PICTURES = dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), "only text can be trained")
 UNREADABLE = PICTURES | {
-    "history": "earlier turns belong into the chat",
+    "history": "earlier turns belong in the chat",
     "chat_template_kwargs": "every chat is rendered with the same arguments",
-    **dict.fromkeys(CHAT_COLUMNS, "a prompt that is text has no place for it"),
+    **dict.fromkeys(CHAT_COLUMNS, "a text prompt has no place for it"),
 }
 """Column -> why a row that has it is refused if its format does not read it."""
 WAY_OUT = "take it out of the data, or name it in drop_keys, which ignores it"
@@ -321,7 +321,7 @@ def unused_columns(rows: list[Row], rules: FormatRules) -> tuple[str, ...]:
 
 
 def _column(row: dict[str, Any], name: str, *, empty: bool = False) -> str:
-    """Reads a column that must hold text, and some of it unless it may be `empty`."""
+    """Reads a column that must contain text, and some of it unless it may be `empty`."""
     value = row.get(name)
     if value is None:
         raise ValueError(f"column {name!r} is {'null' if name in row else 'missing'}")
@@ -384,7 +384,7 @@ def _system(row: dict[str, Any], rules: FormatRules) -> str:
 
 
 def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: int = 0) -> Chat:
-    """Brings messages of every shape into one, with what stands beside them in the row. Args: `num_given`: messages of
+    """Brings messages of every shape into one, with what is beside them in the row. Args: `num_given`: messages of
     a prompt, which are not trained.
     """
     messages = _parsed(messages, "messages")
@@ -547,7 +547,7 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
     if not names:
         return []
     given = row[names[0]]
-    # Columns of Parquet hold them as JSON, since their schemas differ.
+    # Columns of Parquet have them as JSON, since their schemas differ.
     tools = (
         _parsed(given, f"column {names[0]!r}") if isinstance(given, str) else _without_nulls(_parsed(given, "a tool"))
     )

@@ -79,7 +79,7 @@ class Source:
     hub: tuple[str, str | None, str] | None = None  # (name, config, split) on the hub; None with files
     map_row: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     """The user's own, called with each row before anything else reads it."""
-    text_column: str = "text"  # the name of what a text file holds, as of a column
+    text_column: str = "text"  # the name of what a text file contains, as of a column
 
     @property
     def identity(self) -> list[Any]:
@@ -359,7 +359,7 @@ def _read_csv(path: str) -> Iterator[Row]:
         reader = csv.DictReader(lines, delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
         columns = reader.fieldnames or []
         if len(set(columns)) < len(columns):
-            raise UserError(f"{path}, line 1: two columns have one name ({', '.join(columns)})")
+            raise UserError(f"{path}, line 1: two columns have the same name ({', '.join(columns)})")
         for values in reader:
             if None in values or None in values.values():
                 raise UserError(f"{path}, line {reader.line_num}: not one value for each column ({', '.join(columns)})")

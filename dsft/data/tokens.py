@@ -3,7 +3,7 @@ or dropped is counted.
 
 A source is tokenised once, on all cores, for every rank that sees the same cache folder and for every later run.
 
-The first process to come holds a lock and works; the others wait for it outside of any collective, and send their
+The first process to arrive takes a lock and works; the others wait for it outside of any collective, and send their
 watchdogs heartbeats meanwhile.
 
 The tokens lie on disk, read without loading them, in a folder that is complete or not there:
@@ -106,14 +106,14 @@ def tokenise_samples(builder: "TokensBuilder", tokenizer: PreTrainedTokenizerBas
     completions = encode_continued(tokenizer, [pair.completion for pair in pairs])
     for sample in builder.rows():
         match sample:
-            case Text():  # a document as it stands, of any length: it is cut where its tokens are used
+            case Text():  # a document as it is, of any length: it is cut where its tokens are used
                 ids = next(beginnings)
                 if sample.text:
                     ids += end_of(sample.text, tokenizer)
                     builder.put(np.array(ids, np.int32), np.ones(len(ids), np.float32))
                 else:
                     builder.counts["dropped_empty"] += 1
-            case Pair():  # prompt and completion as they stand
+            case Pair():  # prompt and completion as they are
                 prompt = next(beginnings)
                 ids = prompt + next(completions) + end_of(sample.completion, tokenizer)
                 trained_from = 0 if rules.train_on == "all" else len(prompt)
@@ -244,7 +244,7 @@ class TokensBuilder:
             self.note(kind, why, int(not self.is_too_long))  # a chat of several sequences is one row
             self.is_too_long = True
         for start in starts:
-            weights[start : start + 1] = 0  # nothing stands before it
+            weights[start : start + 1] = 0  # nothing precedes it
             of_piece = weights[start : start + length]
             if of_piece.any():
                 self.put(array[start : start + length], of_piece)

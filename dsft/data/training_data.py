@@ -38,9 +38,9 @@ ROW_NOTES = {
     "empty_thinking": "chats with answers without reasoning, for which the chat template renders an empty think block;"
     " it is not trained (train_thinking: all does)",
 }
-"""Count of a store -> what became of rows that are not trained as they stand in the data."""
+"""Count of a store -> what became of rows that are not trained as they are in the data."""
 UNUSED_TEMPLATE = (
-    "the tokenizer has a chat template, and rows do not use it: a server that sends chats asks the model in another"
+    "the tokenizer has a chat template, but rows do not use it: a chat server prompts the model in another"
     " form than it is trained in. columns or as_chat: true makes chats of rows; dsft chat --raw continues text"
 )
 LONGEST_BEGINNING = 32  # tokens of a held-out text that a sample continues

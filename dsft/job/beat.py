@@ -472,13 +472,13 @@ def heartbeat(step: int | None = None) -> None:
 
 
 def set_limits(timeouts: Any) -> None:
-    """Let these limits hold from the next phase on: a run that is planned may need longer steps."""
+    """Apply these limits from the next phase on: a run that is planned may need longer steps."""
     if _beat is not None:
         _beat.timeouts = timeouts
 
 
 def set_phase(name: str) -> None:
-    """Let the limit of phase `name` hold from now on."""
+    """Apply the limit of phase `name` from now on."""
     global current_phase
     current_phase = name
     if _beat is not None:
@@ -488,7 +488,7 @@ def set_phase(name: str) -> None:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Let the limit of phase `name` hold inside a `with`, then the earlier one again; after an error it stays."""
+    """Apply the limit of phase `name` inside a `with`, then the earlier one again; after an error it stays."""
     before = current_phase
     set_phase(name)
     yield

@@ -47,7 +47,7 @@ def main() -> None:
                 return
             last_word = now
             if not words:
-                time.sleep(0.1)  # the rank has closed its end, and exits
+                time.sleep(0.1)  # the rank has closed its side, and exits
         elif now - last_word > seconds:
             if message := if_stopped if is_stopped(rank) else if_lost:
                 sys.stderr.write(message + "\n")

@@ -275,7 +275,7 @@ def tokens_of(adapters: PeftConfig | None) -> list[int]:
 
 
 def _whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
-    """Returns the rows of embedding and head, by name, where a saved adapter holds these as a whole: peft saves both
+    """Returns the rows of embedding and head, by name, where a saved adapter contains these as a whole: peft saves both
     once they were resized, whatever of them is trained.
     """
     try:
@@ -294,7 +294,7 @@ def _whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
 
 
 def grow_for(model: PreTrainedModel, adapter: str, adapters: PeftConfig, *, is_trained: bool = False) -> None:
-    """Gives a base as many rows as a saved adapter holds, or else those that it trains and the base has not.
+    """Resizes a base to as many rows as a saved adapter has, or else those that it trains and the base has not.
     Collective. Raises UserError if it was saved without a grown head or embedding (peft leaves out what it does not
     adapt where it adapts the other), or a further training of it (`is_trained`) would not save these.
     """

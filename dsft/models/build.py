@@ -172,7 +172,7 @@ def build_model(
 
 def load_weights(name: str, **options) -> PreTrainedModel:
     """Loads the model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged); of a
-    checkpoint that holds only DeepSpeed's shards (of any ZeRO stage and number of ranks), from these.
+    checkpoint that has only DeepSpeed's shards (of any ZeRO stage and number of ranks), from these.
     Raises UserError if a weight would not be what it is on disk, on every rank.
     """
     folder = Path(name)
@@ -226,7 +226,7 @@ def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     """Loads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
     checkpoint = Path(described_in(str(folder)))
-    state: dict[str, torch.Tensor] = {}  # on rank 0 alone: no host holds it once for each of its ranks
+    state: dict[str, torch.Tensor] = {}  # on rank 0 alone: no host has it once for each of its ranks
 
     def read() -> set[str]:
         try:
@@ -348,7 +348,7 @@ class Candidate:
 
 
 def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local: bool) -> list[str]:
-    """Compare the weights that lie in a folder, or those of the hub, which are downloaded for it, with the config."""
+    """Compare the weights in a folder, or those of the hub, which are downloaded for it, with the config."""
     model = options.model
     adapter = getattr(options, "adapter", None)
     key = "adapter"

@@ -7,7 +7,7 @@ A tile is all of the vocabulary for some rows of hidden states.
 - Scoring (`ChunkedHead`): the model runs as it is; a hook keeps the inputs of its output layer, which itself computes
   one position. The result is compared once with the plain forward; if they differ, plain logits are used.
 - Training (`tile_loss`): each tile's gradients are made right after its logits, in the forward (as in Liger and
-  DeepSpeed's TiledFusedLogitsLoss). The plain loss holds logits, their softmax
+  DeepSpeed's TiledFusedLogitsLoss). The plain loss keeps logits, their softmax
   and its gradient in fp32, 12 bytes per token and entry of the vocabulary. The head is called once as a module, with
   ZeRO-3's hooks: its weight is gathered once, whatever the number of tiles. A trial with a small model of the
   architecture decides whether this is done (`probes.trains_in_tiles`).

@@ -72,7 +72,7 @@ class ModelSize:
     head_params: int
     """Of the output head where it is a weight of its own; 0 if it is tied."""
     expert_params: int
-    """Of all routed experts together, which no linear layer holds."""
+    """Of all routed experts together, which no linear layer contains."""
     active_params: int
     """Parameters that one token is multiplied with: all but the embedding table (a tied head counts) and the experts it
     does not pass.
@@ -104,7 +104,7 @@ class ModelSize:
     lora_r: int
     """Rank of the adapters (of a type without one, the option's); 0 in full finetuning."""
     quantization: Quantization | None
-    """Format of the base of adapters, made with qlora or as it lies on disk, and of a model that is scored; None where
+    """Format of the base of adapters, made with qlora or as it is on disk, and of a model that is scored; None where
     weights are plain.
     """
 
@@ -138,7 +138,7 @@ class ModelSize:
 class ModelFacts:
     """What is known of a model before its weights are loaded: measured once, and passed on to all who ask."""
 
-    config: PreTrainedConfig  # of the package, as it lies on disk
+    config: PreTrainedConfig  # of the package, as it is on disk
     size: ModelSize
     attn_implementation: str  # that transformers takes: the one asked for, else its own choice for this architecture
     adapters: PeftConfig | None  # of LoRA, new or saved; None in full finetuning
@@ -199,7 +199,7 @@ def measure_model(
     Raises UserError if no model can be built from what is there, it is an adapter, or its adapters do not fit it.
 
     Args:
-        scored: not trained: it may be a GGUF file, and the format in which it lies on disk is its own.
+        scored: not trained: it may be a GGUF file, and the format in which it is on disk is its own.
         adapter: a saved one, below which it is scored: with the rows of it, and in the format of its training.
         config: of the model, where it is known; else it is read.
         new_tokens: that it gets rows for, beside those of the adapter.

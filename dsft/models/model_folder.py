@@ -51,7 +51,7 @@ def described_in(model: str) -> str:
 
 
 def has_only_shards(model: str) -> bool:
-    """Whether the weights of `model` lie in DeepSpeed's shards: in its `global_step` folder, or it is one."""
+    """Whether the weights of `model` are in DeepSpeed's shards: in its `global_step` folder, or it is one."""
     return is_step_folder(model) or (step_folder(model) is not None and not any(Path(model).glob("*.safetensors*")))
 
 
@@ -186,7 +186,7 @@ def hub_is_reachable() -> bool:
 
 def misnamed(key: str, name: str) -> str | None:
     """The problem of the option `key`, which shall name a model, adapter or tokenizer, where nothing is at its value,
-    or a run's folder, which holds models and is none: the final one, else the newest checkpoint is named.
+    or a run's folder, which contains models and is not one: the final one, else the newest checkpoint is named.
     """
     folder = Path(name)
     is_model = (folder / "config.json").exists() or (folder / ADAPTER_CONFIG).exists()
@@ -201,7 +201,7 @@ def misnamed(key: str, name: str) -> str | None:
 
 def load_template(name: str) -> str:
     """Returns the text of a preset or a file; of a JSON file, as older packages with images have one, that of its key
-    chat_template. Raises ValueError if it is neither, or is no Jinja.
+    chat_template. Raises ValueError if it is neither, or is not Jinja.
     """
     try:
         template = read_text(PRESETS.get(name, name))
@@ -209,7 +209,7 @@ def load_template(name: str) -> str:
         raise ValueError(
             f"{name} is neither a file that can be read ({error}) nor one of the presets {', '.join(sorted(PRESETS))}"
         ) from None
-    if name.endswith(".json"):  # as it stands it would be Jinja too, whose text is written around each chat
+    if name.endswith(".json"):  # as it is, it would be Jinja too, whose text is written around each chat
         try:
             template = json.loads(template)["chat_template"]
         except (ValueError, LookupError, TypeError):

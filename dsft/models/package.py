@@ -45,7 +45,7 @@ UNREACHED = {
 }
 """Parts for images inside a decoder, by model_type: no text token passes through them."""
 WITHOUT_GRADIENT = ("MllamaCrossAttentionDecoderLayer", "Indexer")
-"""Classes of modules that are skipped where there is no image, or choose keys outside of the graph (DeepSeek-V3.2)."""
+"""Classes of modules that are skipped without an image, or choose keys outside of the graph (DeepSeek-V3.2)."""
 
 
 def auto_class(config: PreTrainedConfig) -> type:
@@ -236,7 +236,7 @@ def _section(config: PreTrainedConfig) -> tuple[dict[str, Any] | None, str]:
 
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give all weights of an unpacked model its dtype, but for those that its architecture keeps in fp32."""
-    # transformers unpacks to `dtype`, and leaves what was not packed as it lies on disk (quantizers/base.py,
+    # transformers unpacks to `dtype`, and leaves what was not packed as it is on disk (quantizers/base.py,
     # get_new_dtype): products of both would fail.
     kept = model._get_dtype_plan(dtype)
     for name, weight in model.named_parameters():
@@ -260,7 +260,7 @@ def format_problems(
     except (ImportError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
         return [f"{about}, it cannot be computed here ({one_line(error)})"]
     if quantizer is None:
-        return [f"{about}, which this transformers does not know; update it"]
+        return [f"{about}, unknown to this transformers; update it"]
     if trained and not unpacking and not quantizer.is_trainable:
         return [f"{about}, over which transformers cannot train adapters; use the model that it was made from"]
     return []

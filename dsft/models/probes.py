@@ -150,7 +150,7 @@ class RowRules:
     """Which rows may share a batch without changing each other's logits."""
 
     limits: tuple[int, ...] = ()
-    """Lengths beyond which the model computes otherwise, or not at all, ascending. A batch lies on one side of each,
+    """Lengths beyond which the model computes otherwise, or not at all, ascending. A batch is on one side of each,
     with its padding."""
     alone: bool = False  # every row is a batch of its own, without padding
     multiple: int = 1
@@ -285,7 +285,7 @@ def try_packing(
 @torch.no_grad()
 def isolation_problem(config: PreTrainedConfig, *, dtype: torch.dtype, **options) -> str | None:
     """Explains why samples in one row would see each other in this architecture; None if they do not: changed tokens
-    of a first sample must not change the logits of a second one, and those must be what the second gives alone.
+    of a first sample must not change the logits of a second one, and those must be what the second returns alone.
     """
     try:
         model = small_model(config, dtype=dtype, **options).eval()

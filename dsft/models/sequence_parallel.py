@@ -1,6 +1,6 @@
 """Spreads each row over a team of ranks, by DeepSpeed's Ulysses attention, and refuses models for which that fails.
 
-A rank of a team of N holds T / N neighbouring tokens of every row, in training and in evaluation. Within attention the
+A rank of a team of N has T / N neighbouring tokens of every row, in training and in evaluation. Within attention the
 ranks exchange positions for heads, so that each computes H / N heads over all T positions:
 
     hidden [B, T/N, H] -> q, k, v -> all_to_all -> [B, H/N, T] attention all_to_all -> [B, T/N, H] -> ... -> nats
@@ -42,7 +42,7 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The ranks that share each row: neighbours, so that they lie in one node where they can."""
+    """The ranks that share each row: neighbours, so that they are on one node if possible."""
 
     size: int = 1
     group: Any = None  # process group; None for a team of one

@@ -91,7 +91,7 @@ def save_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def tokenizer_folder(model: str) -> str:
-    """Returns where the tokenizer of `model` lies: of an adapter without files of one, with its base."""
+    """Returns where the tokenizer of `model` is: of an adapter without files of one, with its base."""
     folder = described_in(model)
     if any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_FILES):
         return folder
@@ -136,7 +136,7 @@ def check_ids(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, vocab_size
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: list[str]) -> list[int]:
     """Makes each text one token of the tokenizer; returns the ids of those that it had not. Markers are special: they
-    are no part of an answer's text.
+    are not part of an answer's text.
     """
     vocabulary = tokenizer.get_vocab()
     texts = [text for text in wanted if text != MARKERS]

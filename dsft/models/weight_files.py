@@ -1,4 +1,4 @@
-"""Reads files of weights: where they lie, what tensors they hold, pickles (`*.pt`, `*.pth`, `*.bin`) without running
+"""Reads files of weights: where they are, what tensors they contain, pickles (`*.pt`, `*.pth`, `*.bin`) without running
 what a stranger put into them, and by parameter those that DeepSpeed's ZeRO leaves in a checkpoint.
 
 A pickle is a program: whoever wrote it decides what reading it runs. torch's weights-only unpickler makes tensors,
@@ -42,7 +42,7 @@ from dsft.models.model_folder import (
 from dsft.units import plural
 
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
-"""What a file of weights, or its index, raises that was cut, or holds something else."""
+"""What a file of weights, or its index, raises that was cut, or contains something else."""
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt")
 READ_ENDINGS = (*WEIGHT_ENDINGS, ".json", ".py")
@@ -215,7 +215,7 @@ def _named(file: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def safe_unpickling(*, trust: bool) -> Iterator[None]:
-    """Let every `torch.load` of this process, those of DeepSpeed and peft too, make only what checkpoints hold.
+    """Let every `torch.load` of this process, those of DeepSpeed and peft too, make only what checkpoints contain.
     Raises UserError, naming the class that a pickle asks for.
     `trust`: leave the libraries as they are: DeepSpeed's loads then run what a pickle contains.
     """
@@ -238,7 +238,7 @@ def safe_unpickling(*, trust: bool) -> Iterator[None]:
 
 def load_pickle(file: Path) -> Any:
     """Load a file of `torch.save` onto the CPU, mapped where its format allows.
-    Raises UserError if it cannot be read, or asks for a class that no checkpoint holds.
+    Raises UserError if it cannot be read, or asks for a class that no checkpoint contains.
     """
     _allow_known_classes()
     try:
@@ -259,7 +259,7 @@ def _explained(file: str, error: BaseException) -> str:
 
 
 def _allow_known_classes() -> None:
-    """Allow what DeepSpeed's shards hold beside tensors, and the numpy arrays of the Trainer's random states."""
+    """Allow what DeepSpeed's shards contain beside tensors, and the numpy arrays of the Trainer's random states."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -299,7 +299,7 @@ class ZeroShards:
     Files are mapped, not loaded: only what is asked for comes into memory. The layout is that of DeepSpeed 0.19.8
     (checkpoint/ds_to_universal.py reads the same): stages 1 and 2 cut the concatenation of all parameters into equal
     parts, stage 3 cuts every parameter.
-    Raises UserError if the files are no such checkpoint, cannot be read, or have a layout that is not supported.
+    Raises UserError if the files are not such a checkpoint, cannot be read, or have a layout that is not supported.
     """
 
     def __init__(self, checkpoint: str | Path):
@@ -361,7 +361,7 @@ class ZeroShards:
                         part = -(-numel // self.world_size)
                         piece = _Piece(flats, offset, min(part, max(0, numel - rank * part)))
                         offset += part
-                    else:  # the concatenation is cut: a rank holds what falls into its part
+                    else:  # the concatenation is cut: a rank has what falls into its part
                         piece = _Piece(flats, span.start, span.numel)
                     self._pieces.setdefault(name, []).append(piece)
             if steps:

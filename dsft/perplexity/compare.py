@@ -1,5 +1,5 @@
 """Compares results of several models on the same texts, with 95 % intervals over pairs of documents: what makes one
-hard for both models cancels. Over other tokenizations, tokens are no common measure: only bits per byte and byte
+hard for both models cancels. Over other tokenizations, tokens are not a common measure: only bits per byte and byte
 perplexity are compared.
 """
 
@@ -235,7 +235,7 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
     if find_mode(base.mode).is_text or np.array_equal(base_D, other_D):  # a text is scored whole, but for first tokens
         return ""
     return (
-        f"{names} are of other scored text: cut to seq_len at other places, or rendered otherwise; evaluate both with a"
+        f"{names} scored different text: cut to seq_len at other places, or rendered otherwise; evaluate both with a"
         " larger seq_len and the same chat_template, train_on and train_thinking"
     )
 
@@ -320,6 +320,6 @@ def print_together(evaluations: list[Evaluation]) -> None:
         return
     try:
         show_table(compare_results(evaluations).overview())
-    except UserError as error:  # the results stand; only what joins them does not
+    except UserError as error:  # the results are kept; only their comparison is not
         for problem in error.problems:
             say(f"note: not compared: {problem}")

@@ -190,7 +190,7 @@ def build_windows(
     if config.protocol:
         name = config.protocol
         if not is_text:
-            raise UserError(f"protocol={name} is of texts, and the data is {data.rules.format}; leave it out")
+            raise UserError(f"protocol={name} needs texts, and the data is {data.rules.format}; leave it out")
 
     def prepared(kind: str, **fields: Any) -> Store:
         preparation = KINDS[kind](max_documents=config.max_documents, **fields)

@@ -300,7 +300,7 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
 def fingerprint(
     models: list[dict[str, str]], windows: dict[str, str], options: dict[str, Any], installed: dict[str, str]
 ) -> str:
-    """Hash everything that a result depends on, over all ranks: nodes may hold copies of their own. Collective. Args:
+    """Hash everything that a result depends on, over all ranks: nodes may have copies of their own. Collective. Args:
     `models`: `model_identity` of the model and of a reference; `windows`: their `hashes()`, and those of the groups of
     their tokens; `installed`: versions.
     """
@@ -336,7 +336,7 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
             try:
                 yield model.eval()
             finally:
-                for module in model.modules():  # frees the weights, whoever still holds the module
+                for module in model.modules():  # frees the weights, whoever still references the module
                     module._parameters.clear()
                     module._buffers.clear()
         else:

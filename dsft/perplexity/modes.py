@@ -72,7 +72,7 @@ class Windows:
         return excerpts
 
     def documents_of(self, places: np.ndarray) -> np.ndarray:
-        """Return which documents hold these places in `tokens`."""
+        """Return which documents contain these places in `tokens`."""
         return np.searchsorted(self.document_ends, places, side="right")
 
     def inputs_and_targets(self, window: int) -> tuple[np.ndarray, np.ndarray]:

@@ -92,7 +92,7 @@ def _of_training(
     models = overridden.get("model", values.get("model"))
     for model in models if isinstance(models, list) else [models]:
         if of_run and isinstance(model, str) and Path(model).resolve().is_relative_to(Path(output_dir).resolve()):
-            # Beside these weights lies the tokenizer that they were trained with: with add_tokens, and the template.
+            # Beside these weights is the tokenizer that they were trained with: with add_tokens, and the template.
             for name in ("tokenizer", "chat_template"):
                 values.pop(name, None)
     if "data" in overridden:  # of which no rows are those that the training held out

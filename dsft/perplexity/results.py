@@ -6,7 +6,7 @@ perplexity.json                   the reports, for people and other programs
 partial/FINGERPRINT/rank-0.jsonl  while it runs: a line for each batch that this rank scored, to resume from
 tokens.parquet/FINGERPRINT/       with save_tokens: a part for each rank of a table with a row for each scored token
 
-Batches do not depend on the number of ranks, so another number may resume. With save_tokens there is no resuming.
+Batches do not depend on the number of ranks, so another number may resume. Evaluations with save_tokens do not resume.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ COLUMNS = ("nats", "reference_nats", "kl", "reverse_kl", "same_top")
 SHOWN_GROUPS = 20
 GROUP = "group_"  # column of documents.parquet, before the name of a grouping
 DOCUMENT_COLUMNS = ("nats", "tokens", "bytes", "words")
-"""Columns of documents.parquet that hold the `document_` arrays of a Perplexity."""
+"""Columns of documents.parquet that contain the `document_` arrays of a Perplexity."""
 RESULT_FIELDS = (
     *("perplexity", "nats", "tokens", "reported_loss", "reference_loss", "bytes", "words", "word_perplexity"),
     *("byte_perplexity", "bits_per_byte", "documents", "unscored_documents", "fed_tokens"),
@@ -266,7 +266,7 @@ class Evaluation:
                 f"perplexity of the reference {divergence.reference_perplexity:,.4f}"
             )
         if self.verified_difference is not None:
-            rows["verified"] = f"largest relative difference to the plain way {self.verified_difference:.1e}"
+            rows["verified"] = f"largest relative difference to full logits {self.verified_difference:.1e}"
         quantization = self.options.get("quantization", UNQUANTISED)
         quantised = f", quantised as {quantization}" if quantization != UNQUANTISED else ""
         peaks = [f"{name} {value / GiB:.2f} GiB" for name, value in self.peak_memory_bytes.items()]

@@ -2,7 +2,7 @@
 
 Tokens of one document depend on each other, so intervals are over whole documents. The interval is the ratio plus and
 minus its jackknife standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11) times the
-quantile of Student's t. Where few documents hold most tokens, the degrees of freedom are one less than the number of
+quantile of Student's t. If few documents contain most tokens, the degrees of freedom are one less than the number of
 documents of one length that would be as certain, 1 / sum of squared shares (Kish, Survey Sampling, 1965, section 11.7).
 Where a single document is scored, blocks of neighbouring windows are the units (batch means), as long as their measured
 autocorrelation asks for; below 60 windows there is no interval.

@@ -55,7 +55,7 @@ class Activations:
     layers_fixed: tuple[float, ...]
     """Saved for a micro batch of any size: weights merged with adapters."""
     is_measured: bool = True
-    """False if the model's code does not run over fake tensors, and a Llama of its widths stands in."""
+    """False if the model's code does not run over fake tensors, and a Llama of its widths is used instead."""
 
 
 def attention_of(facts: ModelFacts, *, seq_len: int, masked: bool) -> Attention:

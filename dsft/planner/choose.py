@@ -98,7 +98,7 @@ def add_up(terms: list[Term], machine: Machine, *, stage: int) -> dict[str, Any]
     device = peak_bytes(terms, "device")
     host = peak_bytes(terms, "host")
     if not machine.has_gpu:
-        host += machine.ranks_per_node * device  # CPU ranks hold everything in host memory
+        host += machine.ranks_per_node * device  # CPU ranks keep everything in host memory
     missing = []
     gathers = stage == 3 and machine.world_size > 1
     if machine.has_gpu and device + (0 if gathers else RESERVE_BYTES) > machine.device_bytes:

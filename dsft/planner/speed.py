@@ -39,7 +39,7 @@ class Card:
     usable_gib: float
     """The total that torch reports: without the share of driver and ECC."""
     tflops: float
-    """Dense bf16 (fp16 where there is no bf16) matrix products by the data sheet."""
+    """Dense bf16 (fp16 without bf16) matrix products by the data sheet."""
     utilisation: float | None = None
     """Share of that rate that wide products reach, fitted to published steps of its generation; None without any."""
     narrow: int = 600

@@ -1,6 +1,6 @@
 """`dsft report`: one HTML file about runs, from run.json and metrics.jsonl. It loads nothing, and needs no network.
 
-A run that still runs, stopped early or was killed has less of both; the page shows what there is.
+A run that still runs, stopped early or was killed has less of both; the page shows what is known.
 """
 
 import contextlib

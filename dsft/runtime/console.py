@@ -104,7 +104,7 @@ def show_table(table: "Table") -> None:
     for column in table.columns:
         column.overflow = "fold"
     width = None if sys.stdout.isatty() else NO_LIMIT
-    console = Console(width=width, highlight=False, markup=False, emoji=False)  # a path may hold [brackets]
+    console = Console(width=width, highlight=False, markup=False, emoji=False)  # a path may contain [brackets]
     console.width = max(console.width, LEAST_WIDTH)
     console.print(Segments(part._replace(text=printable(part.text)) for part in console.render(table)), crop=False)
 

@@ -24,7 +24,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def free_bytes(folder: str | Path) -> int | None:
-    """Return the free bytes of the disk that holds `folder`, or will; None where it cannot be asked."""
+    """Return the free bytes of the disk that holds `folder`, or will; None if it cannot be asked."""
     try:
         return shutil.disk_usage(existing_parent(Path(folder))).free
     except OSError:
@@ -61,7 +61,7 @@ def write_error(folder: Path) -> str:
 
 
 LOCK = ".lock"
-"""Name of a run's lock in its folder. The system releases it when the process that holds it exits."""
+"""Name of a run's lock in its folder. The system releases it when the process that locked it exits."""
 
 
 def is_held(folder: Path) -> bool:
@@ -78,7 +78,7 @@ def is_held(folder: Path) -> bool:
 
 
 def in_use(folder: Path) -> str:
-    """The problem where a living run holds `folder`."""
+    """The problem if a living run has locked `folder`."""
     return (
         f"output_dir={folder}: another process is writing there now; wait until it finishes, or choose another folder"
     )

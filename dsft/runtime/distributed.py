@@ -61,7 +61,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     Args:
         timeouts: anything with the fields of `config.TimeoutFields`, for a job under the watchdog.
         timeout_seconds: of a collective.
-        output_dir: of the run, which tells its ranks from those of another job at the same port.
+        output_dir: of the run, which distinguishes its ranks from those of another job at the same port.
 
     Raises:
         UserError: a launcher set only some of its variables, the port is busy, or another job meets there.
@@ -85,7 +85,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     for name, value in SINGLE_PROCESS_ENV.items():
         os.environ.setdefault(name, value)
     if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent holds its port itself, and waits there
+        os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent uses its port itself, and waits there
     choose_interface()
     set_library_variables()
     import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
@@ -169,7 +169,7 @@ def stop_at_exit() -> None:
     codes = []
 
     def exit_with(code: Any = None) -> None:
-        codes[:] = [code]  # Python tells it to nobody at exit
+        codes[:] = [code]  # Python does not report it at exit
         leave(code)
 
     def stop() -> None:
@@ -270,7 +270,7 @@ def only_run_in(output_dir: str | None) -> Iterator[None]:
 
 
 def this_node() -> tuple[str, str]:
-    """What tells this node from the job's others, which may have the same host name."""
+    """What distinguishes this node from the job's others, which may have the same host name."""
     return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -340,7 +340,7 @@ def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
     if other != job:
         raise UserError(f"{place} is used by another job, {other}, and this is {job}; {remedy}")
     if store.add(f"{key}/{rank}", 1) > 1:
-        raise UserError(f"{place} is used by another process of this rank: was the command given twice? {remedy}")
+        raise UserError(f"{place} is used by another process of this rank: was the command started twice? {remedy}")
 
 
 _is_asked = False

@@ -90,7 +90,7 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
     """Yield the folders of this process's cgroup and of those above it, and whether they are of version 1. A container
-    sees its own as the root; that of a SLURM job or a systemd unit lies below.
+    sees its own as the root; that of a SLURM job or a systemd unit is below.
     """
     for line in _read(OWN_CGROUPS).splitlines():  # 0::/system.slice/slurmstepd.scope/job_7, 4:memory:/slurm/uid_0/job_7
         _, controllers, path = line.split(":", 2)
@@ -247,7 +247,7 @@ def ask_gpu(gpu: int) -> tuple[int, int]:
     return min(total, free + CONTEXT_BYTES + (COMMUNICATOR_BYTES if has_met else 0)), total
 
 
-FREE_SHARE = 0.95  # of a GPU's memory, where no other program holds any
+FREE_SHARE = 0.95  # of a GPU's memory, if no other program uses any
 FREED_WITHIN_SECONDS = 60.0
 
 
@@ -319,7 +319,7 @@ SAID_OF_GPU = re.compile(
     r"|Failed to CUDA \w+"  # NCCL's buffers (NCCL, src/include/alloc.h)
     # Workspaces of cuBLAS, cuDNN, hipBLAS ...; their handles, which a full GPU has no room for.
     r"|(CU|HIP|ROC)\w+_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
-    # torch asks NVML who holds the memory only while it reports that none is left (c10/cuda/CUDACachingAllocator.cpp).
+    # torch asks NVML who uses the memory only while it reports that none is left (c10/cuda/CUDACachingAllocator.cpp).
     r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED",
     re.DOTALL,
 )

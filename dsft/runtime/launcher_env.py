@@ -1,4 +1,4 @@
-"""What a launcher gives its ranks (RANK, WORLD_SIZE and the others), and hosts: nodes, addresses, ports, ssh.
+"""What a launcher sets for its ranks (RANK, WORLD_SIZE and the others), and hosts: nodes, addresses, ports, ssh.
 
 torchrun, deepspeed and accelerate set these variables themselves, and then nothing is changed; for mpirun and srun they
 are derived before anything reads RANK, which decides which process prints. No process group is made here.
@@ -142,7 +142,7 @@ _reserved: deque[socket.socket] = deque(maxlen=64)  # ports given away, held unt
 
 
 def free_port() -> int:
-    """A TCP port that nothing on this machine uses now; not one of those that the system gives to connections (ip(7),
+    """A TCP port that nothing on this machine uses now; not one of those that the system assigns to connections (ip(7),
     ip_local_port_range: 32768 and above), of which one may begin before the ranks listen. No other launch gets it
     while this process runs.
     """

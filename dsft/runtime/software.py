@@ -21,7 +21,7 @@ from dsft.errors import one_line
 
 PACKAGE = Path(__file__).resolve().parent.parent  # folder of dsft
 TESTED_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "datasets")
-"""Whose newest tested versions stand in constraints.txt."""
+"""Their newest tested versions are in constraints.txt."""
 PACKAGES = ("dsft", *TESTED_PACKAGES, "safetensors")
 NUMERIC_PACKAGES = (*TESTED_PACKAGES, "tokenizers", "numpy")
 OPTIONAL_PACKAGES = ("bitsandbytes", "flash_attn", "kernels", "liger-kernel", "triton")
@@ -84,7 +84,7 @@ def code_hash() -> str:
 
 
 def compiler() -> str:
-    """Return the C++ compiler that torch calls: CXX may also hold flags, or ccache before it."""
+    """Return the C++ compiler that torch calls: CXX may also contain flags, or ccache before it."""
     return (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
 
 

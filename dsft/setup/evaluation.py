@@ -145,7 +145,7 @@ def in_formats(candidate: Candidate, formats: list[str], problems: list[str]) ->
     model = candidate.config.model
     size = candidate.facts.size
     if size.quantization or not formats:
-        formats = [UNQUANTISED]  # as it lies on disk
+        formats = [UNQUANTISED]  # as it is on disk
     candidates = []
     for name in formats:
         quantization = size.quantization if name == UNQUANTISED else FORMATS[name]

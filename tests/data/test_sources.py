@@ -113,7 +113,7 @@ def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON (maximum recursion depth"),
         ("a.json", b'[{"a": 1},\n{"a": }]', "a.json cannot be read as json: Expecting value: line 2"),
         ("a.json", b'[{"a": 1}, 2]', "a.json, row 2: expected a JSON object, got int"),
-        ("a.csv", b"text,text\na,b\n", "a.csv, line 1: two columns have one name (text, text)"),
+        ("a.csv", b"text,text\na,b\n", "a.csv, line 1: two columns have the same name (text, text)"),
         ("a.csv", b"text,id\na,1\nb,2,3\n", "a.csv, line 3: not one value for each column (text, id)"),
         ("a.csv", b'text\n"a" b\n', "a.csv cannot be read as csv"),
         ("a.txt", b"one\ntwo \xff\n", "a.txt cannot be read as txt: 'utf-8' codec"),

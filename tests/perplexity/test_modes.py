@@ -188,7 +188,7 @@ def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
     base = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "progress": False}
     for options, part in (
         ({"protocol": "gptq", "mode": "rolling"}, "protocol=gptq and mode=rolling are both set; keep one"),
-        ({"protocol": "gptq", "data": str(pairs)}, "protocol=gptq is of texts, .* leave it out"),
+        ({"protocol": "gptq", "data": str(pairs)}, "protocol=gptq needs texts, .* leave it out"),
         ({"protocol": "gptq", "seq_len": 256, "max_documents": 1}, "drops what does not fill a window of seq_len=256"),
         ({"protocol": "gtpq", "seq_len": 32}, "did you mean 'gptq'"),
         (
