@@ -305,6 +305,8 @@ def dsft_subject(row: Row, folder: Path, meter: Meter, **given: bool) -> None:
         "zero": "3" if row.ranks > 1 else "auto",
         **given,
     }
+    if row.packing:  # whose order is that of the packed rows
+        del options["train_sampling_strategy"]
     if row.lora:
         options |= {"method": "lora", **{f"lora_{key.removeprefix('lora_')}": value for key, value in LORA.items()}}
     words = []
