@@ -1,5 +1,5 @@
-"""What of a model is trained: LoRA adapters through peft, rows of new tokens, and parameters by patterns of names.
-Also which of the adapters that peft saves dsft can score and merge.
+"""Selects the trained parameters: LoRA adapters through peft, rows of new tokens, and parameters by name patterns.
+Also checks which saved adapters of peft dsft can score and merge.
 """
 
 import copy
@@ -37,8 +37,8 @@ ADAPTER_TYPES = frozenset(
         *("SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
     )
 )
-"""Types of saved adapters that are scored, merged and trained further. peft's merge computes what base and adapter do
-(each in tests/checkpoints/test_export_adapters.py).
+"""Types of saved adapters that are scored, merged and trained further. A merge by peft computes the same as base and
+adapter (each in tests/checkpoints/test_export_adapters.py).
 """
 LORA_FIELDS = frozenset(
     (
@@ -52,20 +52,21 @@ LORA_FIELDS = frozenset(
 QLORA_STARTS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that need no weights of the base."""
 LORA_STARTS = (*QLORA_STARTS, "mica", "pissa", "olora")
-"""Others need the data, or change the base in a way that cannot be repeated from what was saved. peft repeats the last
-two each time it loads the adapter.
+"""Others need the data, or change the base in a way that cannot be reproduced from the saved adapter. peft repeats the
+last two each time it loads the adapter.
 """
 TOKEN_FIELDS = ("trainable_token_indices", "token_indices")
-"""Of an adapter's config: the tokens whose rows it trains, of LoRA and of the type TRAINABLE_TOKENS."""
+"""Fields of an adapter's config with the tokens whose rows it trains: of LoRA, and of the type TRAINABLE_TOKENS."""
 ROWS_MULTIPLE = 64
-"""Of a grown vocabulary: products of other widths take GPUs up to a third longer."""
+"""A grown vocabulary is padded to a multiple of this: matrix products of other widths take a GPU up to a third longer.
+"""
 WRAPPERS = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 LORA_PLUS = r"\.lora_(embedding_)?B\."
 """The matrices that start at zero (arXiv 2402.12354)."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model of transformers, without the wrapper that peft puts around it."""
+    """Returns the model of transformers, without peft's wrapper."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
@@ -73,28 +74,28 @@ def add_lora(
     model: PreTrainedModel, options: TrainConfig, new_tokens: Iterable[int] = (), *, seed: int = 42
 ) -> PeftModel:
     """Returns `model` with trainable adapters: those of the folder `options.adapter`, else new ones. `new_tokens`: as
-    of `adapters_of`; `seed`: of the random numbers that new adapters start with.
+    in `adapters_of`; `seed`: for the initial weights of new adapters.
     """
     adapters = adapters_of(options, model, new_tokens)
     set_seed(seed)
     # Adapters have the base's dtype, and DeepSpeed keeps fp32 masters of them. peft would make them fp32, and under
-    # ZeRO-3 DeepSpeed leaves them so: every product of an adapter is then in fp32, and its inputs are kept twice.
+    # ZeRO-3 DeepSpeed leaves them so: every product of an adapter is then in fp32, and its inputs are saved twice.
     with warnings.catch_warnings(), patches.replaced("token_rows", gathered_rows):
-        # Of peft's own pattern for fused experts.
+        # From peft's own pattern for fused experts.
         warnings.filterwarnings("ignore", "The following alpha_pattern keys did not match .*gate_up_proj")
         if options.adapter:
             adapted = PeftModel.from_pretrained(model, options.adapter, is_trainable=True, autocast_adapter_dtype=False)
         else:
             adapted = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     adapted.peft_config["default"].revision = options.revision  # of the base, for all that load the adapter
-    if tokens_of(adapters):  # their rows are all that is saved of the embedding
+    if tokens_of(adapters):  # only their rows of the embedding are saved
         adapted.save_pretrained = partial(adapted.save_pretrained, save_embedding_layers=False)
     return adapted
 
 
 def adapted_for_a_look(model: PreTrainedModel, adapters: PeftConfig) -> PeftModel:
-    """Returns `model` with adapters, for one that is measured or tried, not trained: without peft's warnings, and
-    `adapters` stays as it is, which peft writes the targets into that it found.
+    """Returns `model` with adapters, to be measured or tried, not trained: without peft's warnings, and with a copy of
+    `adapters`, into which peft writes the targets that it found.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -103,17 +104,17 @@ def adapted_for_a_look(model: PreTrainedModel, adapters: PeftConfig) -> PeftMode
 
 
 def gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: int) -> torch.Tensor:
-    """Rows of a sharded weight, on every rank. Collective."""
+    """Returns rows of a sharded weight, on every rank. Collective."""
     with gather_params_ctx([weight], modifier_rank=None):
         return weight[rows].clone()
 
 
 def saved_lora_config(adapter: str) -> PeftConfig:
-    """Reads the shape of a saved adapter of any type, to be trained on, scored or merged.
+    """Reads the config of a saved adapter of any type, to be trained further, scored or merged.
 
     Raises:
-        UserError: where its type or a field of it is unknown, or dsft cannot compute with it.
-        OSError, ValueError: where there is none.
+        UserError: if its type or one of its fields is unknown or not supported.
+        OSError, ValueError: if there is none.
     """
     folder = adapter if Path(adapter).exists() else str(Path(cached_file(adapter, ADAPTER_CONFIG)).parent)
     content = adapter_description(folder)
@@ -126,7 +127,7 @@ def saved_lora_config(adapter: str) -> PeftConfig:
     defaults = {field.name: field.default for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
     supported = {field.name for field in dataclasses.fields(PeftConfig)} | LORA_FIELDS if kind == "LORA" else defaults
     for name, value in sorted(content.items()):
-        if value and name not in supported and value != defaults.get(name):  # peft drops what it does not know
+        if value and name not in supported and value != defaults.get(name):  # peft drops unknown fields
             library = "dsft" if name in defaults else "the installed peft"
             raise UserError(f"{file}: sets {name}, which {library} does not support; use peft itself, or a newer one")
     if kind == "LORA" and content.get("init_lora_weights", True) not in (*LORA_STARTS, None, "eva"):
@@ -143,11 +144,11 @@ def saved_lora_config(adapter: str) -> PeftConfig:
 
 
 def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int] = ()) -> LoraConfig:
-    """Composes peft's configuration from the lora_* options for a model, whose embedding and head have new `rows` that
-    are trained; the meta device is enough.
+    """Builds peft's configuration from the lora_* options, for a model whose embedding and head have new `rows` to
+    train; the meta device is enough.
 
     Raises:
-        ValueError, TypeError, ImportError: of peft, where fields contradict each other.
+        ValueError, TypeError, ImportError: from peft, if fields contradict each other.
     """
     fields = dict(options.lora_options)
     left_out = _left_out(model)
@@ -163,14 +164,14 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
         for name, parameter in model.named_parameters():
             if ".experts." in name and len(getattr(parameter, "ds_shape", parameter.shape)) == 3:
                 fused.append(name)
-        if any(name.startswith(left_out) for name in fused):  # one by one: towers have such names, too
+        if any(name.startswith(left_out) for name in fused):  # by full name: towers have such names, too
             experts = {name for name in fused if not name.startswith(left_out)}
         else:
             experts = {".".join(name.split(".")[-3:]) for name in fused}
         if experts:
             fields.setdefault("target_parameters", sorted(experts))
     if rows:
-        # Then peft trains the head's rows with the embedding's. It reads that in the model's own config.
+        # With tied weights peft trains the head's rows with the embedding's; it reads this from the model's config.
         is_tied = getattr(model.config, "tie_word_embeddings", False)
         fields["trainable_token_indices"] = {end: [*rows] for end in [*_ends(model)][: 1 if is_tied else 2]}
     with warnings.catch_warnings():
@@ -190,20 +191,20 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
 
 
 def _ends(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The embedding and, where there is one, the head, by their names."""
+    """Returns the embedding and, if there is one, the head, by their names."""
     names = {module: name for name, module in model.named_modules()}
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return {names[end]: end for end in ends if end is not None}
 
 
 def _is_meant(name: str, targets: Iterable[str]) -> bool:
-    """Whether one of `targets` is the name of a module or its end, as peft reads them."""
+    """Whether one of `targets` is the module's name or a suffix of it, as peft matches them."""
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 def _left_out(model: PreTrainedModel) -> tuple[str, ...]:
-    """Beginnings of names of what LoRA leaves as it is: what no text token passes through, and linear layers that
-    compute something else (the router of Llama 4 returns two tensors).
+    """Returns prefixes of the names of modules that LoRA does not adapt: those that no text token passes through, and
+    linear layers that compute something else (the router of Llama 4 returns two tensors).
     """
     routers = []
     for name, module in model.named_modules():
@@ -213,8 +214,8 @@ def _left_out(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def adapters_of(options: TrainConfig, model: PreTrainedModel, new_tokens: Iterable[int] = ()) -> PeftConfig | None:
-    """Returns the adapters that a training of `model` starts with: none, those of a saved adapter, or new ones; the
-    model gets the rows that these and `new_tokens` need. Collective.
+    """Returns the adapters that a training of `model` starts with: none, those of a saved adapter, or new ones. Adds
+    the rows that these and `new_tokens` need to the model. Collective.
     Raises UserError if a saved adapter cannot be trained further.
     """
     saved = None
@@ -229,8 +230,8 @@ def adapters_of(options: TrainConfig, model: PreTrainedModel, new_tokens: Iterab
 
 
 def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str]:
-    """Lists what of the lora_* options dsft does not support, or peft ignores in silence: names that match nothing of
-    `model`, on the meta device. What peft refuses itself is left to it.
+    """Lists problems of the lora_* options: fields that dsft does not support, and names that match nothing in `model`
+    (on the meta device), which peft ignores silently. What peft itself refuses is left to it.
     """
     problems = []
     for name in sorted(options.lora_options.keys() - (LORA_FIELDS - {"eva_config"})):
@@ -265,7 +266,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
 
 
 def tokens_of(adapters: PeftConfig | None) -> list[int]:
-    """Returns the tokens whose rows an adapter trains: it needs a base that has these."""
+    """Returns the tokens whose rows an adapter trains: its base must have these rows."""
     tokens = set()
     for name in TOKEN_FIELDS:
         indices = getattr(adapters, name, None) or []
@@ -275,39 +276,39 @@ def tokens_of(adapters: PeftConfig | None) -> list[int]:
 
 
 def _whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
-    """Returns the rows of embedding and head, by name, where a saved adapter contains these as a whole: peft saves both
-    once they were resized, whatever of them is trained.
+    """Returns the number of rows of embedding and head, by name, if a saved adapter contains them whole: peft saves
+    both once they were resized, even if untrained.
     """
     try:
         tensors = empty_tensors(find_files(adapter, ADAPTER_FILES))
-    except UserError:  # `adapter_problems` reports it
+    except UserError:  # reported by `adapter_problems`
         return {}
     wrappers = r"((base_layer|token_adapter|original_module)\.)*"
     rows = {}
     for end, module in _ends(model).items():
         names = re.compile(rf"base_model\.model\.{re.escape(end)}\.{wrappers}weight")
-        shape = getattr(module.weight, "ds_shape", module.weight.shape)  # of a shard of ZeRO-3
+        shape = getattr(module.weight, "ds_shape", module.weight.shape)  # whole shape of a ZeRO-3 shard
         for name, tensor in tensors.items():
-            if names.fullmatch(name) and tensor.shape[1:] == shape[1:]:  # of another width is another base's
+            if names.fullmatch(name) and tensor.shape[1:] == shape[1:]:  # another width belongs to another base
                 rows[end] = len(tensor)
     return rows
 
 
 def grow_for(model: PreTrainedModel, adapter: str, adapters: PeftConfig, *, is_trained: bool = False) -> None:
-    """Resizes a base to as many rows as a saved adapter has, or else those that it trains and the base has not.
-    Collective. Raises UserError if it was saved without a grown head or embedding (peft leaves out what it does not
-    adapt where it adapts the other), or a further training of it (`is_trained`) would not save these.
+    """Resizes a base to the rows that a saved adapter contains, or else adds the rows that it trains and the base
+    lacks. Collective. Raises UserError if the adapter was saved without a grown head or embedding (if peft adapts one
+    of them, it does not save the other), or if further training (`is_trained`) would not save these.
     """
     vocab_size = model.config.get_text_config().vocab_size
     held = _whole_ends(model, adapter)
     if not held:
         grow_embeddings(model, [token for token in tokens_of(adapters) if token >= vocab_size])
         return
-    rows = max(held.values())  # their content comes with the adapter
+    rows = max(held.values())  # the adapter contains their values
     if rows == vocab_size:
         return
     ends = _ends(model)
-    kept = {ends[name].weight for name in held}  # a tied one is held with the other
+    kept = {ends[name].weight for name in held}  # a tied one is saved with the other
     for name, module in ends.items():
         if rows > vocab_size and module.weight not in kept:
             raise UserError(
@@ -327,10 +328,10 @@ def grow_for(model: PreTrainedModel, adapter: str, adapters: PeftConfig, *, is_t
 
 @torch.no_grad()
 def grow_embeddings(model: PreTrainedModel, tokens: Iterable[int]) -> list[int]:
-    """Gives embedding and head rows for `tokens`, and returns all that are new; the meta device is enough. Collective.
+    """Adds rows for `tokens` to embedding and head, and returns all new ones; the meta device is enough. Collective.
 
-    They begin at the mean of the others, so that a new token is as likely as an average one: also what is rounded up
-    to a multiple of ROWS_MULTIPLE. transformers draws random rows, others on each rank.
+    New rows start at the mean of the others, so that a new token is as likely as an average one. This includes the
+    padding to a multiple of ROWS_MULTIPLE. transformers draws random rows, different ones on each rank.
     """
     tokens = [*tokens]
     before = model.config.get_text_config().vocab_size
@@ -349,8 +350,8 @@ def grow_embeddings(model: PreTrainedModel, tokens: Iterable[int]) -> list[int]:
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each trained parameter -> its names as `named_parameters` of the model in transformers has them, without peft's
-    wrappers. A tied head has its own name and the embedding's.
+    """Maps each trained parameter to its names in transformers (`named_parameters`), without peft's wrappers. A tied
+    head has its own name and the embedding's.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -360,7 +361,7 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _is_found(patterns: Iterable[str], names: Iterable[str]) -> bool:
-    """Whether one of `patterns` is found anywhere in one of `names`: regular expressions such as `layers\\.(0|1)\\.`,
+    """Whether one of `patterns` matches anywhere in one of `names`: regular expressions such as `layers\\.(0|1)\\.`,
     `norm`, `lora_B`.
     """
     return any(re.search(pattern, name) for pattern in patterns for name in names)
@@ -369,8 +370,8 @@ def _is_found(patterns: Iterable[str], names: Iterable[str]) -> bool:
 def select_trained(
     model: nn.Module, trainable: Collection[str], frozen: Collection[str], rates: Iterable[str] = ()
 ) -> list[str]:
-    """Freezes what of the trained parameters no pattern of `trainable` finds, where there is one, or one of `frozen`
-    does. Returns the problems: patterns that find nothing, also those of `rates` in what is left, and nothing left.
+    """Freezes trained parameters that match no pattern of `trainable` (if there are any), or match one of `frozen`.
+    Returns the problems: patterns without a match, also those of `rates` among the rest, or nothing left to train.
     """
     names = _names(model)
     problems = _unmatched("trainable", trainable, names) + _unmatched("frozen", frozen, names)
@@ -396,7 +397,7 @@ def _unmatched(option: str, patterns: Iterable[str], names: dict[nn.Parameter, l
 
 
 def learning_rates(options: TrainConfig) -> dict[str, float]:
-    """Returns pattern -> factor of the learning rate; the first that finds a parameter counts."""
+    """Returns pattern -> factor of the learning rate; the first match counts."""
     plus = {LORA_PLUS: options.loraplus_lr_ratio} if options.loraplus_lr_ratio and options.method != "full" else {}
     return dict(options.learning_rates) | plus
 

@@ -1,10 +1,10 @@
-"""Builds the model, with adapters or a quantised base where asked; compares its weights with its config before that.
+"""Builds the model, with adapters or a quantised base if asked for, after comparing its weights with its config.
 
 Under ZeRO-3 the DeepSpeed configuration must be registered before (by `TrainingArguments` or `HfDeepSpeedConfig`): only
 then are weights sharded while they load.
 
-transformers and peft give random numbers to what is missing or of another shape, and drop what has no place. Here their
-own loading runs over empty tensors (names and shapes, no memory, no content is read), with all its renamings, ties and
+transformers and peft initialise missing or mismatched tensors randomly, and drop unexpected ones. Here their own
+loading runs over empty tensors (names and shapes, no memory, no content is read), with all its renamings, ties and
 exceptions; what it reports is an error. A file that cannot be read is named.
 """
 
@@ -86,10 +86,10 @@ from dsft.units import plural
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOAD_ERRORS = ("automatic conversion of the weights", "Error(s) in loading state_dict")
-"""What transformers says of weights that do not fit."""
+"""From transformers' errors about weights that do not fit."""
 NO_PLACE = "of its weights have no place in the model"
 MASKS = re.compile(r"\.attn(\.attention)?\.((masked_)?bias|causal_mask)$")
-"""Buffers of masks that files of GPT-2, GPT-Neo, GPT-J and CodeGen still have."""
+"""Buffers of masks that files of GPT-2, GPT-Neo, GPT-J and CodeGen still contain."""
 
 
 def resolve_dtype(dtype: str) -> str:
@@ -102,13 +102,13 @@ def resolve_dtype(dtype: str) -> str:
 def build_model(
     config, *, dtype: str, seed: int = 42, quantization: Quantization | None = None, new_tokens: Sequence[int] = ()
 ) -> PreTrainedModel:
-    """Builds the causal language model of `config`, with trainable adapters where the method has them.
+    """Builds the causal language model of `config`, with trainable adapters if the method has them.
 
     Args:
         dtype: of the weights: "float32", "bfloat16", "float16" or "auto".
-        seed: of the random weights where the model is a config.json alone, and of new adapters.
-        quantization: of a model that is scored; it is put together on this rank's device.
-        new_tokens: that the model gets rows for.
+        seed: for random weights if the model is only a config.json, and for new adapters.
+        quantization: of a model that is scored; it is loaded on this rank's device.
+        new_tokens: tokens that need new rows.
     """
     compute_dtype = DTYPES[resolve_dtype(dtype)]
     method = getattr(config, "method", "full")
@@ -128,7 +128,7 @@ def build_model(
             if method == "qlora":
                 load_config = FORMATS[config.quantization].load_config(compute_dtype)
             elif method == "lora" or (quantization and quantization.is_unpacked):
-                base = adapter_base(config.model) or config.model  # of an adapter that is scored
+                base = adapter_base(config.model) or config.model  # the base of an adapter that is scored
                 load_config = unpacking_config(load_model_config(base, **source))
             if quantization and not load_config:
                 load_config = quantization.load_config(compute_dtype)
@@ -155,14 +155,14 @@ def build_model(
     if (coefficient := getattr(config, "router_aux_loss", None)) is not None:
         inner = unwrapped(model)
         set_router_loss(inner.config, coefficient)
-        inner.router_aux_loss_coef = coefficient  # its constructor has taken it from the config as it was
+        inner.router_aux_loss_coef = coefficient  # its constructor has copied the earlier value from the config
     if is_deepspeed_zero3_enabled() and model.config.model_type == "recurrent_gemma":
-        # transformers rounds it to bfloat16, but zero.Init makes such buffers of the model's dtype.
+        # transformers rounds it to bfloat16, but zero.Init casts such buffers to the model's dtype.
         normalizer = unwrapped(model).model.normalizer
         normalizer.copy_(normalizer.bfloat16())
     is_listed = any(name.endswith("experts") for name, each in model.named_modules() if isinstance(each, nn.ModuleList))
     if is_listed and distributed.world_size() > 1 and (isinstance(config, TrainConfig) or is_deepspeed_zero3_enabled()):
-        # Of code of a repository: ranks would wait for each other, or add up gradients of different experts.
+        # In a repository's own code: ranks would wait for each other, or add up gradients of different experts.
         raise UserError(
             f"model={config.model}: its experts are a list of modules, of which each rank reaches others; use one rank,"
             " or a class of transformers, which has the experts of a layer in one parameter"
@@ -171,9 +171,9 @@ def build_model(
 
 
 def load_weights(name: str, **options) -> PreTrainedModel:
-    """Loads the model of a hub id or folder; of an adapter folder, its base with the adapter over it (not merged); of a
-    checkpoint that has only DeepSpeed's shards (of any ZeRO stage and number of ranks), from these.
-    Raises UserError if a weight would not be what it is on disk, on every rank.
+    """Loads the model of a hub id or folder; for an adapter folder, its base with the adapter (not merged); for a
+    checkpoint that contains only DeepSpeed's shards (of any ZeRO stage and number of ranks), from these.
+    Raises UserError on every rank if a weight would differ from the one on disk.
     """
     folder = Path(name)
     if has_only_shards(name):
@@ -184,23 +184,23 @@ def load_weights(name: str, **options) -> PreTrainedModel:
         take_generation_config(model, folder)
         with patches.replaced("token_rows", gathered_rows):
             return PeftModel.from_pretrained(model, name)
-    # Adapters remember this name: absolute, it stays right when they are loaded from another working folder.
+    # Adapters store this name: an absolute one stays valid in another working folder.
     name = str(folder.resolve()) if folder.is_dir() else name
     place, gguf = located(name)
     if not gguf:
         try:
-            find_files(name, WEIGHT_FILES, options.get("revision"))  # downloads them: the config is compared with them
+            find_files(name, WEIGHT_FILES, options.get("revision"))  # downloads them to be compared with the config
         except UserError as error:
             raise UserError([f"model={name}: {problem}" for problem in error.problems]) from None
     config = load_model_config(name, **{key: options.get(key) for key in ("revision", "trust_remote_code")})
     auto = AutoModelForCausalLM if gguf else auto_class(config)
     try:
-        # Mismatched tensors are in the report, as the missing ones are.
+        # Mismatched tensors are then in the report, like missing ones.
         with quiet_report(bar=True):
             model, info = auto.from_pretrained(
                 place, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options, **gguf
             )
-    except RuntimeError as error:  # of experts, and under ZeRO-3 of shapes, which rank 0 alone sees
+    except RuntimeError as error:  # about experts, and under ZeRO-3 about shapes, which only rank 0 sees
         if not any(text in str(error) for text in LOAD_ERRORS):
             raise
         problems = [f"model={name}: its weights do not fit its config ({one_line(error)}); get its files again"]
@@ -210,14 +210,15 @@ def load_weights(name: str, **options) -> PreTrainedModel:
         problems = loading_problems(name, info)
     distributed.raise_together(problems)
     if getattr(model, "_weight_conversions", None):
-        # Under ZeRO-3 transformers keeps those that met no name on disk too, and would save Gemma 3 under other names.
+        # Under ZeRO-3 transformers also keeps those that matched nothing on disk, and would save Gemma 3 under other
+        # names.
         model._weight_conversions = [each for each in model._weight_conversions if each.was_used()]
     return freeze_unreached(model)
 
 
 def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Lets `model` stop where the generation_config.json beside an adapter or DeepSpeed's shards says, if there is one:
-    that of an adapter goes before its base's.
+    """Loads the generation_config.json beside an adapter or DeepSpeed's shards, if there is one: an adapter's replaces
+    its base's.
     """
     if (folder / GENERATION_CONFIG_NAME).is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -226,12 +227,12 @@ def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     """Loads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
     checkpoint = Path(described_in(str(folder)))
-    state: dict[str, torch.Tensor] = {}  # on rank 0 alone: no host has it once for each of its ranks
+    state: dict[str, torch.Tensor] = {}  # on rank 0 alone: one copy in host memory, not one per rank
 
     def read() -> set[str]:
         try:
             state.update(_zero_state(checkpoint, step_folder(folder)))
-        except (OSError, MemoryError, RuntimeError, AssertionError, ValueError, KeyError) as error:  # of DeepSpeed
+        except (OSError, MemoryError, RuntimeError, AssertionError, ValueError, KeyError) as error:  # from DeepSpeed
             raise UserError(f"model={folder}: its shards cannot be read ({one_line(error)})") from error
         return {*state}
 
@@ -259,7 +260,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     with torch.no_grad():
         for name in wanted:
             tensor = tensors[name]
-            # One weight at a time is whole on every rank; afterwards it is sharded again as rank 0 has filled it.
+            # One weight at a time is gathered on every rank, filled by rank 0, and sharded again.
             with gather_params_ctx([tensor]):
                 if distributed.rank() == 0:
                     tensor.copy_(state.pop(name))
@@ -269,19 +270,19 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
 
 
 def _zero_state(checkpoint: Path, saved: Path) -> dict[str, torch.Tensor]:
-    """Return all weights that DeepSpeed saved in a checkpoint's folder `saved`, by name."""
+    """Returns all weights that DeepSpeed saved in a checkpoint's folder `saved`, by name."""
     if not any(saved.glob(OPTIMIZER_FILES)):  # ZeRO 0 keeps the weights whole
         return load_pickle(next(saved.glob(MODEL_FILES)))["module"]
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    ZeroShards(saved)  # names the file that cannot be read, or that a rank is missing
+    ZeroShards(saved)  # its error names the file that cannot be read, or the missing rank
     with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines
         return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
 
 
 def _check_shard_names(folder: Path, tensors: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
-    """Raises UserError if a tensor of DeepSpeed's shards is not one of the model's `tensors`, or is tied to a different
-    one.
+    """Raises UserError if a tensor of DeepSpeed's shards is not one of the model's `tensors`, or is tied to one with
+    other values.
     """
     first_names: dict[int, str] = {}
     lost = [*(state.keys() - tensors.keys())]
@@ -297,9 +298,9 @@ def _check_shard_names(folder: Path, tensors: dict[str, torch.Tensor], state: di
 
 
 def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = None) -> list[str]:
-    """Lists the problems of the weights of a folder or hub id, which are downloaded where they are not here yet.
+    """Lists the problems of the weights of a folder or hub id, which are downloaded if they are not here yet.
 
-    What only a load can find is left to it: DeepSpeed's shards, and formats that are quantised on disk.
+    Problems of DeepSpeed's shards and of weights that are quantised on disk show only when these are loaded.
     """
     if is_bare_config(model) or is_gguf(model) or has_only_shards(model) or quantization_on_disk(facts.config):
         return []
@@ -326,29 +327,29 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
             )
     except UserError as error:
         return [f"model={model}: {problem}" for problem in error.problems]
-    except RuntimeError as error:  # of a renaming, after transformers has shown its report
+    except RuntimeError as error:  # in a renaming, after transformers has printed its report
         return [f"model={model}: its weights do not fit its config ({one_line(error)})"]
     return loading_problems(model, info)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A model to score, as far as it is known before its weights are loaded."""
+    """A model to score, before its weights are loaded."""
 
-    config: EvalConfig  # the options with `model` being the one folder or hub id that is loaded
+    config: EvalConfig  # the options; `model` is the one folder or hub id that is loaded
     tokenizer: PreTrainedTokenizerBase | None
-    facts: ModelFacts | None  # of the model, of its base where it is an adapter, with the format that it is loaded in
+    facts: ModelFacts | None  # of the model, or of an adapter's base, with the format that it is loaded in
 
     @property
     def name(self) -> str:
-        """Of the model in results: a format that is made while it loads follows a colon."""
+        """Name of the model in results; a colon and the format follow if it is quantised while it loads."""
         quantization = self.facts.size.quantization
         is_made = quantization is not None and not quantization.lies_on_disk
         return f"{self.config.model}:{quantization.format}" if is_made else self.config.model
 
 
 def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local: bool) -> list[str]:
-    """Compare the weights in a folder, or those of the hub, which are downloaded for it, with the config."""
+    """Lists the differences between weights and config: of folders if `local`, else of hub ids (downloaded for it)."""
     model = options.model
     adapter = getattr(options, "adapter", None)
     key = "adapter"
@@ -364,13 +365,13 @@ def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local
         try:
             if local and file.is_file():
                 read_object(file)
-        except UserError as error:  # transformers would take none; stops would be lost
+        except UserError as error:  # transformers would ignore the file, and its stop tokens would be lost
             problems += error.problems
     return problems
 
 
 def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
-    """Lists tensors that did not come as they are, by transformers' loading report (`output_loading_info`)."""
+    """Lists tensors that were not loaded as they are on disk, by transformers' report (`output_loading_info`)."""
     problems = []
     if missing := info["missing_keys"]:
         problems.append(
@@ -392,7 +393,7 @@ def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
 def adapter_problems(
     adapter: str, config: PreTrainedConfig, *, key: str = "adapter", trust_remote_code: bool = False
 ) -> list[str]:
-    """Lists the problems of an adapter over the base of `config`; the option `key` names it."""
+    """Lists the problems of an adapter over the base of `config`; `key` is the option that names it."""
     if has_only_shards(adapter):
         return []
     try:
@@ -410,7 +411,7 @@ def _check_adapter(
     adapter: str, config: PreTrainedConfig, tensors: dict[str, torch.Tensor], *, trust_remote_code: bool
 ) -> None:
     """Loads an adapter's empty `tensors` into its base on the meta device.
-    Raises UserError, naming the tensor that has no place, is missing, or is of another shape.
+    Raises UserError, naming the tensor that has no place, is missing, or has another shape.
     """
     peft_config = saved_lora_config(adapter)
     base = empty_model(config, trust_remote_code=trust_remote_code)
@@ -421,7 +422,7 @@ def _check_adapter(
             model = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
             state = model.state_dict(keep_vars=True)
             result = set_peft_model_state_dict(model, tensors)
-    except KeyError as error:  # of peft: a module that was saved as a whole
+    except KeyError as error:  # from peft: a module that was saved whole
         raise UserError(f"1 tensor of the adapter missing from its weights, {error}") from None
     except (RuntimeError, ValueError) as error:  # target modules, shapes
         raise UserError(f"does not fit its base ({one_line(error)}); name its own base in {ADAPTER_CONFIG}") from None
@@ -434,7 +435,7 @@ def _check_adapter(
             f"{_tensors(missing, 'of the adapter missing from its weights')}; if it was trained on the text class of a"
             " package, merge it there: peft, over AutoModelForCausalLM"
         )
-    # Beside an embedding as a whole peft saves again what of it, or of a tied head, is trained, and does not read that.
+    # Beside a whole embedding peft saves the trained rows of it, or of a tied head, again, and does not read them.
     repeated = {name.replace(".default", "") for name, parameter in state.items() if id(parameter) in loaded}
     if unexpected := {*result.unexpected_keys} - repeated:
         raise UserError(f"{_tensors(unexpected, NO_PLACE)}; was it trained on another base?")
@@ -448,7 +449,7 @@ def _tensors(names: Iterable[str], predicate: str) -> str:
 
 @contextlib.contextmanager
 def quiet_report(*, bar: bool) -> Iterator[None]:
-    """Keeps transformers' own report from the screen, and its progress bar where there shall be no `bar`."""
+    """Hides transformers' own report, and its progress bar unless `bar`."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
