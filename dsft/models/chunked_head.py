@@ -1,16 +1,16 @@
-"""The head of a causal language model in tiles: logits of all positions never exist at once.
+"""Computes the head of a causal language model in tiles: logits of all positions never exist at once.
 
     hidden states --(product with some of the head's weight)--> scale, softcap --> logits of one tile --> nats
 
-A tile is all of the vocabulary for some rows of hidden states.
+A tile is the whole vocabulary for some rows of hidden states.
 
-- Scoring (`ChunkedHead`): the model runs as it is; a hook keeps the inputs of its output layer, which itself computes
+- Scoring (`ChunkedHead`): the model runs unchanged; a hook keeps the inputs of its output layer, which itself computes
   one position. The result is compared once with the plain forward; if they differ, plain logits are used.
-- Training (`tile_loss`): each tile's gradients are made right after its logits, in the forward (as in Liger and
+- Training (`tile_loss`): each tile's gradients are computed right after its logits, in the forward (as in Liger and
   DeepSpeed's TiledFusedLogitsLoss). The plain loss keeps logits, their softmax
-  and its gradient in fp32, 12 bytes per token and entry of the vocabulary. The head is called once as a module, with
+  and its gradient in fp32, 12 bytes per token and vocabulary entry. The head is called once as a module, with
   ZeRO-3's hooks: its weight is gathered once, whatever the number of tiles. A trial with a small model of the
-  architecture decides whether this is done (`probes.trains_in_tiles`).
+  architecture decides whether tiles are used (`probes.trains_in_tiles`).
 
 Shape suffixes: B batch, T time, N positions, H hidden, R rows of one tile, V vocab.
 """
@@ -35,29 +35,29 @@ from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED
 
 TILE_LOGITS = 2**25
-"""Logits of one tile at least: 128 MiB in fp32."""
+"""Fewest logits of one tile: 128 MiB in fp32."""
 ROW_TILE = {"cpu": 2048, "cuda": 16384}
 VOCAB_TILE = {"cpu": 1024, "cuda": 4096}
-"""Logits that exist at once where one model is scored, by kind of device: positions by entries of the vocabulary. On a
-CPU a tile stays in its cache, and the head's weight is read once per 2,048 positions. A GPU wants large products.
+"""Logits that exist at once when one model is scored, by device: positions by vocabulary entries. On a CPU a tile fits
+the cache, and the head's weight is read once per 2,048 positions. A GPU needs large products.
 """
 
 
 def scored_rows(vocab_size: int) -> int:
-    """Returns how many positions have their logits at once in an evaluation."""
+    """Returns for how many positions logits exist at once in an evaluation."""
     return max(1, TILE_LOGITS // vocab_size)
 
 
 def backbone_of(inner: nn.Module) -> nn.Module:
-    """Returns what computes the hidden states: the base model or, if that is the model itself (Llama 4), its part
-    beside the head.
+    """Returns the module that computes the hidden states: the base model or, if that is the model itself (Llama 4),
+    its child beside the head.
     """
     parts = [part for part in inner.children() if part is not inner.get_output_embeddings()]
     return parts[0] if inner.base_model is inner and len(parts) == 1 else inner.base_model
 
 
 def finish_logits(product: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """Applies what an architecture does to the products of its head, by the names that configs have for it."""
+    """Applies an architecture's scale and softcap to the products of its head, by their names in configs."""
     text = config.get_text_config()
     logits = product
     for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
@@ -82,8 +82,8 @@ class ChunkedHead:
         self.linear = unwrapped(model).get_output_embeddings()
 
     def run(self, **inputs: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [B, T, H], or logits [B, T, V]. The model itself is called, so every hook runs; a split
-        head does one row.
+        """Return hidden states [B, T, H], or logits [B, T, V] without a split. The model itself is called, so every
+        hook runs; a split head computes one position.
         """
         if not self.is_split:
             return self.model(**inputs, use_cache=False).logits
@@ -109,7 +109,7 @@ class ChunkedHead:
         return finish_logits(functional.linear(outputs, self.linear.weight, self.linear.bias), self.config).float()
 
     def tiles(self, outputs: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the same logits in fp32, [R, W] of one part of the vocabulary after the other."""
+        """Yield the same logits in fp32, [R, W] for one part of the vocabulary after the other."""
         width = VOCAB_TILE[outputs.device.type]
         if not self.is_split:
             yield from outputs.float().split(width, dim=1)
@@ -121,8 +121,8 @@ class ChunkedHead:
 
     @torch.no_grad()
     def agrees(self, ids_BT: torch.Tensor) -> bool:
-        """Compare the head on hidden states with the plain forward. Collective: the verdict is that of all ranks
-        together, since under ZeRO-3 the two ways run other collectives.
+        """Return whether the head on hidden states matches the plain forward. Collective: all ranks have the same
+        answer, since under ZeRO-3 the two ways run different collectives.
         """
         if type(self.linear) is not nn.Linear:
             return False
@@ -133,19 +133,19 @@ class ChunkedHead:
                 split = self.logits(hidden)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if which_memory(error):
-                raise  # of this rank alone, perhaps
-            return False  # built in a way of its own; the same on every rank, since the code is
+                raise  # perhaps on this rank alone
+            return False  # the architecture is built differently; the same on every rank
         return all(distributed.from_all([are_same_logits(split, plain)]))
 
 
 def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the largest difference, as a part of the largest that is expected."""
+    """Returns the largest difference, relative to the largest expected value."""
     return ((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
 
 
 def are_same_logits(logits_NV: torch.Tensor, expected_NV: torch.Tensor) -> bool:
-    """Whether two computations of the same logits differ by roundings alone: by four of the dtype's steps at the
-    largest logit of its row. Kernels that add up otherwise differ by one or two, and by many at logits around 0.
+    """Whether two computations of the same logits differ by rounding alone: by at most four of the dtype's steps at the
+    largest logit of the row. Kernels with another order of additions differ by one or two, and by many near 0.
     """
     if logits_NV.shape != expected_NV.shape:
         return False
@@ -156,10 +156,10 @@ def are_same_logits(logits_NV: torch.Tensor, expected_NV: torch.Tensor) -> bool:
 
 
 LEAST_VOCAB = 32_000
-"""Entries of the vocabulary from which the loss is tiled by default."""
+"""Vocabulary size from which the loss is tiled by default."""
 MOST_TILES = 16
-"""Of one micro batch. In bf16 each tile rounds the sum of the head's gradient: for 8,192 tokens it was 0.58 % off that
-of fp32 in 16 tiles, 1.7 % in 128 and 0.35 % plainly (a Llama of width 64 with 4,000 entries, CPU).
+"""Of one micro batch. In bf16 each tile rounds the sum of the head's gradient: for 8,192 tokens it was 0.58 % off the
+fp32 one with 16 tiles, 1.7 % with 128 and 0.35 % without tiles (a Llama of width 64 with 4,000 entries, CPU).
 """
 
 
@@ -169,7 +169,7 @@ def tile_rows(vocab_size: int, positions: int) -> int:
 
 
 def next_tokens(of_tokens_BT: torch.Tensor, last: float = 0) -> torch.Tensor:
-    """Moves labels or weights of tokens to the positions that predict these; `last` ends a row."""
+    """Shifts labels or weights of tokens to the positions that predict them; `last` fills the end of a row."""
     return functional.pad(of_tokens_BT, (0, 1), value=last)[:, 1:].contiguous()
 
 
@@ -181,14 +181,14 @@ def sums_of_nats(
     label_smoothing: float = 0.0,
     compute_loss: Callable | None = None,
 ) -> torch.Tensor:
-    """Returns sums over all targets, [2]: what is trained, their negative log-likelihood with weights and label
-    smoothing or a loss of the user's own; and their negative log-likelihood alone, without a gradient.
+    """Returns sums over all targets, [2]: the training loss, which is their negative log-likelihood with weights and
+    label smoothing, or the user's own loss; and the plain negative log-likelihood, without a gradient.
     """
     cross_entropy = functools.partial(functional.cross_entropy, logits_NV, targets_N, ignore_index=IGNORED)
     if weights_N is None and not label_smoothing and compute_loss is None:
         return cross_entropy(reduction="sum").expand(2)
     with torch.no_grad():
-        nats = cross_entropy(reduction="sum")  # first: a loss of the user's own may change the logits
+        nats = cross_entropy(reduction="sum")  # first: the user's own loss may change the logits
     if compute_loss is None:
         trained_N = cross_entropy(reduction="none", label_smoothing=label_smoothing)
     else:
@@ -199,7 +199,7 @@ def sums_of_nats(
 
 
 def own_loss_problems(compute_loss: Callable, vocab_size: int) -> list[str]:
-    """Tries a loss of the user's own on a few random logits, and lists its problems."""
+    """Tries the user's own loss on a few random logits, and lists its problems."""
     name = f"compute_loss={name_of(compute_loss)}"
     generator = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(6, vocab_size, generator=generator).requires_grad_()
@@ -217,7 +217,7 @@ def own_loss_problems(compute_loss: Callable, vocab_size: int) -> list[str]:
 
 
 class _Nats(torch.autograd.Function):
-    """`sums_of_nats` in tiles, with gradients of the first sum alone: these are kept until the backward, not logits."""
+    """`sums_of_nats` in tiles, with gradients of the first sum only: these are saved for the backward, not logits."""
 
     @staticmethod
     def forward(ctx, hidden_NH, weight_VH, bias_V, targets_N, weights_N, config, rows):
@@ -259,9 +259,9 @@ class _Nats(torch.autograd.Function):
 
 
 def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
-    """Lets `model(targets=..., label_weights=...)` return `sums` (`sums_of_nats`) of tiles, and no logits. Targets and
-    weights stand at the positions that predict them. Without targets it computes as before.
-    Returns False, and leaves the model as it is, if it is not built of a backbone and a plain linear head.
+    """Makes `model(targets=..., label_weights=...)` return `sums` (`sums_of_nats`) computed in tiles, and no logits.
+    Targets and weights are at the positions that predict them. Without targets the model computes as before.
+    Returns False, and leaves the model unchanged, if it does not consist of a backbone and a plain linear head.
     `rows`: of one tile; by default as many as `tile_rows` returns.
     """
     inner = unwrapped(model)
@@ -278,7 +278,7 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
             return tiles(hidden_BTH, *targets)
         return plain_head(hidden_BTH)
 
-    @torch.compiler.disable  # torch.compile cannot trace a gradient inside of a forward, and would break at each tile
+    @torch.compiler.disable  # torch.compile cannot trace a gradient inside a forward: a graph break at each tile
     def tiles(hidden_BTH: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
         vocab_size, hidden_size = head.weight.shape
         hidden_NH = hidden_BTH.reshape(-1, hidden_size)

@@ -1,4 +1,4 @@
-"""Counts a model's parameters and the widths that memory formulas need, without weights (meta device). Brings along the
+"""Counts a model's parameters and the widths that memory formulas need, without weights (meta device). Contains the
 configurations of usual models, so that they are planned without the hub.
 """
 
@@ -52,7 +52,7 @@ from dsft.models.package import (
 from dsft.models.weight_files import has_untied_head, weight_bytes_in
 
 USUAL_MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("usual_models.json").read_text("utf-8"))
-"""From the fewest parameters to the most; as config.json of each repository of the hub has them."""
+"""Each config.json on the hub, from the fewest parameters to the most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,63 +64,62 @@ class ModelSize:
     num_params: int
     """All parameters, tied weights once, adapters included."""
     num_trainable: int
-    """Parameters that get gradients: all, or the adapters' and modules_to_save's; of these what patterns choose."""
+    """Parameters that get gradients: those of `saved_params` that patterns select."""
     saved_params: int
     """Parameters that are saved as the model: all, or the adapters' and modules_to_save's, trained or not."""
     embedding_params: int
     """Of the input embedding; a tied head is the same weight."""
     head_params: int
-    """Of the output head where it is a weight of its own; 0 if it is tied."""
+    """Of the output head; 0 if it is tied."""
     expert_params: int
     """Of all routed experts together, which no linear layer contains."""
     active_params: int
-    """Parameters that one token is multiplied with: all but the embedding table (a tied head counts) and the experts it
-    does not pass.
+    """Parameters that one token is multiplied with: all except the embedding table (a tied head counts) and the experts
+    it is not routed to.
     """
     active_expert_params: int
-    """Of these, the routed experts that one token passes."""
+    """Of these, the parameters of routed experts."""
     looped_experts: int
-    """Routed experts of all layers that Python computes one after the other, without grouped products."""
+    """Routed experts of all layers that a Python loop computes, without grouped products."""
     num_modules: int
-    """Modules with parameters of their own, adapters included: ZeRO-3 hooks each of them."""
+    """Modules that directly contain parameters, adapters included: ZeRO-3 hooks each of them."""
     other_params: int
-    """Of a multimodal package's other parts, which are loaded, frozen, and not reached by text."""
+    """Of a multimodal package's other parts, which are loaded and frozen, and which text does not reach."""
     largest_gathered_params: int
-    """Parameters held directly by one module: the most that ZeRO-3 gathers at once in any case."""
+    """Of the module that directly contains the most: ZeRO-3 gathers at least these at once."""
     numels: tuple[tuple[int, int], ...]
-    """(elements of a parameter, how many parameters have so many), adapters included."""
+    """(number of elements, number of parameters with so many), adapters included."""
     trainable_numels: tuple[tuple[int, int], ...]
     num_layers: int
     hidden_size: int
     ffn_size: int
-    """Width of the feed-forward layer that one token passes through (active experts together)."""
+    """Width of the feed-forward layer that one token passes (active experts together)."""
     kv_size: int
     """num_key_value_heads x head_dim."""
     num_heads: int
     head_dim: int
     vocab_size: int
     max_positions: int | None
-    """The longest sequence the model has positions for; None if there is no limit."""
+    """Longest sequence that the model has positions for; None if there is no limit."""
     lora_r: int
-    """Rank of the adapters (of a type without one, the option's); 0 in full finetuning."""
+    """Rank of the adapters (the option's, for a type without one); 0 in full finetuning."""
     quantization: Quantization | None
-    """Format of the base of adapters, made with qlora or as it is on disk, and of a model that is scored; None where
-    weights are plain.
+    """Format of an adapter's base, by qlora or as it is on disk, and of a model that is scored; None for plain weights.
     """
 
     @property
     def trained_share(self) -> float:
-        """Share of the weights that a backward multiplies with a second time, for their own gradients."""
+        """Share of the weights that need a second product in the backward, for their own gradients."""
         return 0.0 if self.lora_r else self.num_trainable / (self.num_params - self.other_params)
 
     @property
     def plain_expert_params(self) -> int:
-        """Parameters of experts that a quantised model keeps in its dtype, where only linear layers are quantised."""
+        """Parameters of experts that stay in the model's dtype if only linear layers are quantised."""
         return self.expert_params if self.quantization and self.quantization.is_of_linear_layers else 0
 
     @property
     def plain_params(self) -> int:
-        """What a quantised model keeps in its dtype, but for norms."""
+        """Parameters that a quantised model keeps in its dtype, without norms."""
         return self.embedding_params + self.head_params + self.plain_expert_params
 
     @property
@@ -128,28 +127,28 @@ class ModelSize:
         return max(1, self.kv_size // self.head_dim)
 
     def exchanged_widths(self, ranks: int) -> tuple[int, int]:
-        """Returns the numbers of one token's queries, and of its keys, where so many ranks exchange positions for
-        heads: key heads that are fewer than ranks are repeated.
+        """Returns the widths of one token's queries and keys when `ranks` exchange positions for heads: fewer key heads
+        than ranks are repeated.
         """
         return self.num_heads * self.head_dim, self.kv_size * max(1, ranks // self.num_key_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What is known of a model before its weights are loaded: measured once, and passed on to all who ask."""
+    """Facts about a model before its weights are loaded, measured once."""
 
     config: PreTrainedConfig  # of the package, as it is on disk
     size: ModelSize
-    attn_implementation: str  # that transformers takes: the one asked for, else its own choice for this architecture
-    adapters: PeftConfig | None  # of LoRA, new or saved; None in full finetuning
+    attn_implementation: str  # that transformers uses: the requested one, else its default for this architecture
+    adapters: PeftConfig | None  # new or saved; None in full finetuning
     architecture: type[PreTrainedModel]  # class that is loaded
     has_plain_head: bool  # a linear layer, also with the adapters
 
 
 @contextlib.contextmanager
 def without_zero_init() -> Iterator[None]:
-    """Let transformers build models inside a `with` on this rank alone, also if the training is ZeRO-3: it would
-    shard them by collectives, which the other ranks do not join.
+    """Lets transformers build models inside a `with` on this rank alone, also under ZeRO-3: it would shard them by
+    collectives, which the other ranks do not join.
     """
     reference = deepspeed._hf_deepspeed_config_weak_ref
     registered = reference() if reference else None
@@ -162,7 +161,9 @@ def without_zero_init() -> Iterator[None]:
 
 
 def empty_model(config: PreTrainedConfig, **options) -> PreTrainedModel:
-    """The architecture with parameters on the meta device: names and shapes, no memory; `options` of `from_config`."""
+    """Returns the architecture with parameters on the meta device: names and shapes, no memory. `options`: of
+    `from_config`.
+    """
     with without_zero_init(), torch.device("meta"):
         return from_config(config, **options)
 
@@ -172,15 +173,15 @@ def usual_config(name: str) -> PreTrainedConfig:
 
 
 def load_model_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Config of a hub id, a folder, the path of a config.json, or a `global_step` folder beside one.
-    Raises OSError or ValueError as transformers does, where it is not found or of an unknown kind.
+    """Loads the config of a hub id, a folder, the path of a config.json, or a `global_step` folder beside one.
+    Raises OSError or ValueError from transformers if it is not found or of an unknown kind.
     """
-    # By its folder, where transformers looks for code too. Random weights come from a file of any name.
+    # By its folder, in which transformers looks for code too. For random weights the file may have any name.
     file = {"_configuration_file": Path(name).name} if is_bare_config(name) else {}
     name, gguf = located(described_in(name))
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **file, **gguf)
     claims_tied = not file and not gguf and getattr(config, "tie_word_embeddings", False)
-    # transformers compares the tensors after it has loaded them, which are empty pieces under ZeRO-3.
+    # transformers compares the tensors after loading, when they are empty shards under ZeRO-3.
     if claims_tied and has_untied_head(name, tied_weights(config), revision):
         config.tie_word_embeddings = False
         config.get_text_config().tie_word_embeddings = False
@@ -195,14 +196,14 @@ def measure_model(
     config: PreTrainedConfig | None = None,
     new_tokens: Sequence[int] = (),
 ) -> ModelFacts:
-    """Measures the model that `options` name, with its adapters where the method has some, without its weights.
-    Raises UserError if no model can be built from what is there, it is an adapter, or its adapters do not fit it.
+    """Measures the model that `options` name, with the method's adapters if it has some, without its weights.
+    Raises UserError if no model can be built from its files, it is an adapter, or its adapters do not fit it.
 
     Args:
-        scored: not trained: it may be a GGUF file, and the format in which it is on disk is its own.
-        adapter: a saved one, below which it is scored: with the rows of it, and in the format of its training.
-        config: of the model, where it is known; else it is read.
-        new_tokens: that it gets rows for, beside those of the adapter.
+        scored: not trained: it may be a GGUF file, and keeps the format that it has on disk.
+        adapter: a saved one over this model that is scored: the model gets its rows, and the format of its training.
+        config: of the model; None reads it.
+        new_tokens: tokens that need new rows, beside those of the adapter.
     """
     name = options.model
     method = options.method
@@ -220,7 +221,7 @@ def measure_model(
         model = empty_model(copy.deepcopy(config), attn_implementation=options.attn_implementation, **trusted)
     except UserError as error:
         raise UserError([f"model={name}: {problem}" for problem in error.problems]) from error
-    except Exception as error:  # whatever transformers, or the code of a repository, makes of a config
+    except Exception as error:  # anything from transformers or the code of a repository
         problem = f"model={name}: no causal language model can be built from what is there ({one_line(error)})"
         raise UserError(misnamed("model", name) or problem) from error
     if method != "full" and not options.adapter:
@@ -230,13 +231,13 @@ def measure_model(
             grow_for(model, adapter, saved_lora_config(adapter))
         adapters = adapters_of(options, model, new_tokens)
         on_disk = GGUF if is_gguf(name) else None
-        if not on_disk and not is_bare_config(name):  # which has random weights
+        if not on_disk and not is_bare_config(name):  # a config alone has random weights
             trained = not scored or adapter is not None or method != "full"
             on_disk = quantization_on_disk(config, disk_bytes=weight_bytes_in(name), trained=trained)
         size = model_size(model, options, adapters=adapters)
         if scored or on_disk:
             size = dataclasses.replace(size, quantization=on_disk)
-        # QLoRA trains over what its own package has quantised.
+        # QLoRA also trains over weights that bitsandbytes has quantised.
         may_train = method == "lora" or (method == "qlora" and on_disk and on_disk.is_of_linear_layers)
         if on_disk and not scored and not may_train:
             which = "which method=full cannot train" if method == "full" else "and method=qlora would do so again"
@@ -248,7 +249,7 @@ def measure_model(
         raise  # it names its option
     except AttributeError as error:
         raise UserError(f"model={name}: its architecture cannot be measured ({one_line(error)})") from error
-    except (ValueError, OSError, TypeError) as error:  # of peft: what it cannot adapt, an adapter that is not there
+    except (ValueError, OSError, TypeError) as error:  # from peft: it cannot adapt this, or the adapter is missing
         named = "lora_options" if options.lora_options else "lora_target_modules"
         problem = None
         if options.adapter:
@@ -266,8 +267,8 @@ def measure_model(
 
 
 def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None:
-    """Lets a model add so much of its router's auxiliary loss, or none with 0; None leaves it as it is.
-    Raises UserError if its architecture has none.
+    """Sets the coefficient of a router's auxiliary loss; 0 turns it off, None leaves it unchanged.
+    Raises UserError if the architecture has none.
     """
     text = config.get_text_config()
     if coefficient is None:
@@ -279,7 +280,7 @@ def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None
 
 
 def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
-    """A quantised model cannot be sharded, and one whose class transformers cannot load so."""
+    """Lists the problem of a quantised model under ZeRO-3, which cannot shard it."""
     quantization = size.quantization
     if stage < 3 or not quantization or (size.lora_r and not quantization.lies_on_disk):
         return []
@@ -291,7 +292,7 @@ def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
 
 
 def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]:
-    """The model must have positions for the longest sequence."""
+    """Lists the problem of a model without positions for the longest sequence."""
     positions = facts.size.max_positions
     if not positions or seq_len <= positions:
         return []
@@ -299,7 +300,7 @@ def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]
 
 
 def max_positions(text: PreTrainedConfig) -> int | None:
-    """The longest sequence that a text model of this config has positions for; None if there is no limit."""
+    """Returns the longest sequence that a text model of this config has positions for; None if there is no limit."""
     positions = _first(text, "max_position_embeddings", "max_seq_len", "max_sequence_length", "max_positions")
     if not isinstance(positions, int) or positions <= 0:  # XLNet has -1
         return None
@@ -307,8 +308,8 @@ def max_positions(text: PreTrainedConfig) -> int | None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the decoder layers: transformers makes all of them, and those of towers, of this class. Of one within
-    another (Zamba) the outer one.
+    """Returns the decoder layers, by transformers' class for all layers, those of towers too. If one contains another
+    (Zamba), only the outer one.
     """
     has_towers = model.config.get_text_config() is not model.config
     decoder = model.get_decoder() if has_towers else model
@@ -322,7 +323,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftConfig | None = None) -> ModelSize:
-    """Counts `model` (on the meta device; it gets the adapters)."""
+    """Counts the parameters of `model` (on the meta device) with the adapters, which are added to it."""
     text = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight.numel()
     head = model.get_output_embeddings()
@@ -392,8 +393,8 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
 
 
 def _first(text: PreTrainedConfig, *names: str) -> Any:
-    """The first of the names that this architecture's config has and sets: each family has names of its own. The
-    largest of the layers' values where they differ (Gemma 4's head_dim).
+    """Returns the value of the first of `names` that this config sets: names differ between families. If layers differ
+    (Gemma 4's head_dim), the largest value.
     """
     for name in names:
         if text.is_heterogeneous and name in text.per_layer_attributes:
