@@ -220,11 +220,10 @@ def adapters_of(options: TrainConfig, model: PreTrainedModel, new_tokens: Iterab
     """
     saved = None
     if options.adapter and options.method != "full":
-        saved = saved_lora_config(options.adapter)
+        saved = grow_for(model, options.adapter, is_trained=True)
         if lost := {*new_tokens} - {*tokens_of(saved)}:
             number = plural(len(lost), "token")
             raise UserError(f"add_tokens: {options.adapter} has no rows for {number}; train a new one")
-        grow_for(model, options.adapter, saved, is_trained=True)
     rows = grow_embeddings(model, new_tokens)
     return None if options.method == "full" else saved or lora_config(options, model, rows)
 
@@ -249,19 +248,20 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
     modules = dict(model.named_modules())
     left_out = _left_out(model)
     layers = []
+    linear = set()
     for name, module in modules.items():
         if isinstance(module, (*LINEAR, nn.Embedding)) and not f"{name}.".startswith(left_out):
             layers.append(name)
-    for target in options.lora_target_modules:
-        if target != ALL_LINEAR and not any(_is_meant(name, [target]) for name in layers):
-            linear = sorted({name.rpartition(".")[2] for name in layers if isinstance(modules[name], LINEAR)})
-            problems.append(
-                f"lora_target_modules: {target!r} matches no layer of {options.model} that can be adapted; its linear"
-                f" layers are {', '.join(linear)}"
-            )
-    for target in options.lora_modules_to_save:
-        if not any(_is_meant(name, [target]) for name in modules):
-            problems.append(f"lora_modules_to_save: {target!r} matches no module of {options.model}")
+            linear.add(name.rpartition(".")[2])
+    named = {"lora_target_modules": (options.lora_target_modules, layers)}
+    named["lora_modules_to_save"] = (options.lora_modules_to_save, modules)
+    for option, (targets, names) in named.items():
+        for target in targets:
+            if target != ALL_LINEAR and not any(_is_meant(name, [target]) for name in names):
+                problems.append(
+                    f"{option}: {target!r} matches no layer of {options.model} that can be trained so; its linear"
+                    f" layers and embeddings are {', '.join(sorted(linear))}"
+                )
     return problems
 
 
@@ -294,19 +294,21 @@ def _whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
     return rows
 
 
-def grow_for(model: PreTrainedModel, adapter: str, adapters: PeftConfig, *, is_trained: bool = False) -> None:
+def grow_for(model: PreTrainedModel, adapter: str, *, is_trained: bool = False) -> PeftConfig:
     """Resizes a base to the rows that a saved adapter contains, or else adds the rows that it trains and the base
-    lacks. Collective. Raises UserError if the adapter was saved without a grown head or embedding (if peft adapts one
-    of them, it does not save the other), or if further training (`is_trained`) would not save these.
+    lacks. Returns the adapter's configuration. Collective. Raises UserError as `saved_lora_config`, if the adapter was
+    saved without a grown head or embedding (if peft adapts one of them, it does not save the other), or if further
+    training (`is_trained`) would not save these.
     """
+    adapters = saved_lora_config(adapter)
     vocab_size = model.config.get_text_config().vocab_size
     held = _whole_ends(model, adapter)
     if not held:
         grow_embeddings(model, [token for token in tokens_of(adapters) if token >= vocab_size])
-        return
+        return adapters
     rows = max(held.values())  # the adapter contains their values
     if rows == vocab_size:
-        return
+        return adapters
     ends = _ends(model)
     kept = {ends[name].weight for name in held}  # a tied one is saved with the other
     for name, module in ends.items():
@@ -324,6 +326,7 @@ def grow_for(model: PreTrainedModel, adapter: str, adapters: PeftConfig, *, is_t
                 " would not save it; merge both first (dsft merge), and train a new adapter of the result"
             )
     model.resize_token_embeddings(rows, mean_resizing=False)
+    return adapters
 
 
 @torch.no_grad()

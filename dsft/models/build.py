@@ -13,11 +13,10 @@ import copy
 import io
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -42,7 +41,6 @@ from dsft.models.adapters import (
     gathered_rows,
     grow_embeddings,
     grow_for,
-    saved_lora_config,
     select_trained,
     unwrapped,
 )
@@ -180,7 +178,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
         return _load_zero_shards(folder, **options)
     if base := adapter_base(name):
         model = load_weights(base, **options)
-        grow_for(model, name, saved_lora_config(name))
+        grow_for(model, name)
         take_generation_config(model, folder)
         with patches.replaced("token_rows", gathered_rows):
             return PeftModel.from_pretrained(model, name)
@@ -194,20 +192,8 @@ def load_weights(name: str, **options) -> PreTrainedModel:
             raise UserError([f"model={name}: {problem}" for problem in error.problems]) from None
     config = load_model_config(name, **{key: options.get(key) for key in ("revision", "trust_remote_code")})
     auto = AutoModelForCausalLM if gguf else auto_class(config)
-    try:
-        # Mismatched tensors are then in the report, like missing ones.
-        with quiet_report(bar=True):
-            model, info = auto.from_pretrained(
-                place, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options, **gguf
-            )
-    except RuntimeError as error:  # about experts, and under ZeRO-3 about shapes, which only rank 0 sees
-        if not any(text in str(error) for text in LOAD_ERRORS):
-            raise
-        problems = [f"model={name}: its weights do not fit its config ({one_line(error)}); get its files again"]
-    else:
-        if getattr(model.config, "quantization_config", None):
-            info["unexpected_keys"] = set()  # scales and the like, which belong to the quantised weights
-        problems = loading_problems(name, info)
+    with quiet_report(bar=True):
+        model, problems = _read(name, partial(auto.from_pretrained, place, config=config, **options, **gguf))
     distributed.raise_together(problems)
     if getattr(model, "_weight_conversions", None):
         # Under ZeRO-3 transformers also keeps those that matched nothing on disk, and would save Gemma 3 under other
@@ -239,9 +225,8 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     names = distributed.on_rank_0(read)
     base = adapter_base(str(checkpoint))
     if base:
-        adapters = saved_lora_config(str(checkpoint))
         model = load_weights(base, **options)
-        grow_for(model, str(checkpoint), adapters)
+        adapters = grow_for(model, str(checkpoint))
         with patches.replaced("token_rows", gathered_rows):
             model = get_peft_model(model, adapters)
     else:
@@ -316,20 +301,11 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
                 f"{_tensors(integers, 'contain integers')}, and its config has no quantization_config; use the model"
                 " that it was made from, or one whose config.json has it"
             )
-        with quiet_report(bar=False):
-            _, info = facts.architecture.from_pretrained(
-                None,
-                config=copy.deepcopy(facts.config),
-                state_dict=tensors,
-                device_map="meta",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
     except UserError as error:
         return [f"model={model}: {problem}" for problem in error.problems]
-    except RuntimeError as error:  # in a renaming, after transformers has printed its report
-        return [f"model={model}: its weights do not fit its config ({one_line(error)})"]
-    return loading_problems(model, info)
+    load = partial(facts.architecture.from_pretrained, None, config=copy.deepcopy(facts.config), state_dict=tensors)
+    with quiet_report(bar=False):
+        return _read(model, partial(load, device_map="meta"))[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,8 +346,17 @@ def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local
     return problems
 
 
-def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
-    """Lists tensors that were not loaded as they are on disk, by transformers' report (`output_loading_info`)."""
+def _read(model: str, load: Callable[..., tuple[PreTrainedModel, dict]]) -> tuple[PreTrainedModel | None, list[str]]:
+    """Returns what transformers loads, and the tensors that were not loaded as they are on disk, by its report."""
+    try:
+        # Mismatched tensors are then in the report, like missing ones.
+        loaded, info = load(output_loading_info=True, ignore_mismatched_sizes=True)
+    except RuntimeError as error:  # about experts, and under ZeRO-3 about shapes, which only rank 0 sees
+        if not any(text in str(error) for text in LOAD_ERRORS):
+            raise
+        return None, [f"model={model}: its weights do not fit its config ({one_line(error)}); get its files again"]
+    if getattr(loaded.config, "quantization_config", None):
+        info["unexpected_keys"] = set()  # scales and the like, which belong to the quantised weights
     problems = []
     if missing := info["missing_keys"]:
         problems.append(
@@ -387,7 +372,7 @@ def loading_problems(model: str, info: dict[str, Any]) -> list[str]:
             f"{_tensors(unexpected, NO_PLACE)}; is its config of another model? Where they may go, load and save it"
             " once with transformers (from_pretrained, save_pretrained)"
         )
-    return [f"model={model}: {problem}" for problem in problems]
+    return loaded, [f"model={model}: {problem}" for problem in problems]
 
 
 def adapter_problems(
@@ -413,9 +398,8 @@ def _check_adapter(
     """Loads an adapter's empty `tensors` into its base on the meta device.
     Raises UserError, naming the tensor that has no place, is missing, or has another shape.
     """
-    peft_config = saved_lora_config(adapter)
     base = empty_model(config, trust_remote_code=trust_remote_code)
-    grow_for(base, adapter, peft_config)
+    peft_config = grow_for(base, adapter)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

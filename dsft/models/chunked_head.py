@@ -106,7 +106,7 @@ class ChunkedHead:
         """Return [R, V] in fp32, after the architecture's softcap or scale."""
         if not self.is_split:
             return outputs.float()
-        return finish_logits(functional.linear(outputs, self.linear.weight, self.linear.bias), self.config).float()
+        return self._product(outputs, slice(None))
 
     def tiles(self, outputs: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the same logits in fp32, [R, W] for one part of the vocabulary after the other."""
@@ -115,9 +115,11 @@ class ChunkedHead:
             yield from outputs.float().split(width, dim=1)
             return
         for start in range(0, len(self.linear.weight), width):
-            tile = slice(start, start + width)
-            bias_W = None if self.linear.bias is None else self.linear.bias[tile]
-            yield finish_logits(functional.linear(outputs, self.linear.weight[tile], bias_W), self.config).float()
+            yield self._product(outputs, slice(start, start + width))
+
+    def _product(self, outputs: torch.Tensor, tile: slice) -> torch.Tensor:
+        bias_W = None if self.linear.bias is None else self.linear.bias[tile]
+        return finish_logits(functional.linear(outputs, self.linear.weight[tile], bias_W), self.config).float()
 
     @torch.no_grad()
     def agrees(self, ids_BT: torch.Tensor) -> bool:

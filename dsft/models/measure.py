@@ -27,7 +27,6 @@ from dsft.models.adapters import (
     check_lora_options,
     grow_for,
     learning_rates,
-    saved_lora_config,
     select_trained,
 )
 from dsft.models.model_folder import (
@@ -228,7 +227,7 @@ def measure_model(
         raise_if_any(check_lora_options(model, options))
     try:
         if adapter:
-            grow_for(model, adapter, saved_lora_config(adapter))
+            grow_for(model, adapter)
         adapters = adapters_of(options, model, new_tokens)
         on_disk = GGUF if is_gguf(name) else None
         if not on_disk and not is_bare_config(name):  # a config alone has random weights

@@ -147,8 +147,10 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
     if MARKERS in wanted:
         templates = tokenizer.chat_template or ""  # a text, or several by name: for tools, say
         template = templates if isinstance(templates, str) else "".join(templates.values())
-        markers = split_tokens(tokenizer, template)
-        if not re.search(MARKER, template):
+        in_template = dict.fromkeys(re.findall(MARKER, template))
+        # Those that the tokenizer splits into several tokens.
+        markers = [text for text in in_template if len(tokenizer(text, add_special_tokens=False)["input_ids"]) > 1]
+        if not in_template:
             problems.append(
                 "add_tokens: markers: no chat template has any, such as <|user|>; set chat_template, or name the tokens"
             )
@@ -156,12 +158,6 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
     tokenizer.add_tokens(special, special_tokens=True)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts if text not in (*vocabulary, *markers)])
     return sorted(number for text, number in tokenizer.get_vocab().items() if text not in vocabulary)
-
-
-def split_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
-    """Finds the template's markers that the tokenizer splits into several tokens."""
-    markers = dict.fromkeys(re.findall(MARKER, template))
-    return [marker for marker in markers if len(tokenizer(marker, add_special_tokens=False)["input_ids"]) > 1]
 
 
 def generate(
