@@ -99,43 +99,33 @@ def examine(
             report.findings.append(answer)
         else:
             report.facts[name] = answer[0]
-            offsets[name] = answer[0].pop("clock") - answer[0].pop("received")
+            offsets[name] = answer[0].pop("clock")
     report.check(offsets)
     if not report.has_errors and (len(nodes) > 1 or not quick):
         address = LOOPBACK
         if len(nodes) > 1:
             address = master or (report.facts[first]["addresses"] or [LOOPBACK])[0]
-        _measure(report, variables, output_dir, address, port or free_port(), quick=quick)
+        environment = {"MASTER_ADDR": address, "MASTER_PORT": str(port or free_port())}
+        first_rank = 0
+        for name, facts in report.facts.items():
+            questions[name] = {"output_dir": output_dir, "quick": quick, "environment": environment}
+            questions[name] |= {"first": first_rank, "ranks": facts["slots"]}
+            first_rank += facts["slots"]
+        environment["WORLD_SIZE"] = str(first_rank)
+        for name, answers in _ask_all("ranks", questions, variables, MEASURE_SECONDS).items():
+            if isinstance(answers, Finding):
+                report.findings.append(answers)
+                continue
+            report.measured += [answer for answer in answers if "error" not in answer]
+            errors = [answer["error"] for answer in answers if "error" in answer]
+            if not errors and len(answers) < questions[name]["ranks"]:
+                errors = ["a rank exited without an answer"]
+            if errors:
+                place = f"address {address}, port {environment['MASTER_PORT']}"
+                report.findings.append(finding("network-blocked", name, f"{errors[0]} ({place})"))
+        report.findings += check_measured(report.measured)
     report.seconds = time.monotonic() - start
     return report
-
-
-def _measure(
-    report: Report, variables: dict[str, str] | None, output_dir: str, address: str, port: int, *, quick: bool
-) -> None:
-    """Lets all ranks join a process group and measure."""
-    slots = {name: facts["slots"] for name, facts in report.facts.items()}
-    world = sum(slots.values())
-    environment = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    questions = {}
-    rank = 0
-    for name, number in slots.items():
-        questions[name] = {"output_dir": output_dir, "quick": quick, "environment": environment}
-        questions[name] |= {"first": rank, "ranks": number}
-        rank += number
-    for name, answers in _ask_all("ranks", questions, variables, MEASURE_SECONDS).items():
-        if isinstance(answers, Finding):
-            report.findings.append(answers)
-            continue
-        for answer in answers:
-            del answer["received"]  # what clocks are compared by
-        report.measured += [answer for answer in answers if "error" not in answer]
-        errors = [answer["error"] for answer in answers if "error" in answer]
-        if not errors and len(answers) < slots[name]:
-            errors = ["a rank exited without an answer"]
-        if errors:
-            report.findings.append(finding("network-blocked", name, f"{errors[0]} (address {address}, port {port})"))
-    report.findings += check_measured(report.measured)
 
 
 def _ask_all(
@@ -155,7 +145,7 @@ def _ask_all(
 
 
 def answers_of(name: str, words: list[str], seconds: float) -> list[dict[str, Any]] | Finding:
-    """Returns what a node's command prints, or the finding why that is nothing."""
+    """Returns what a node's command prints, its clock as seconds ahead of this machine's, or why that is nothing."""
     process = subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,
@@ -173,8 +163,11 @@ def answers_of(name: str, words: list[str], seconds: float) -> list[dict[str, An
             return finding("no-answer", name, f"no answer within {seconds:.0f} s")
     lines = [line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)]
     if lines:
-        received = {"received": time.time()}
-        return [json.loads(line) | received for line in lines]
+        answers = [json.loads(line) for line in lines]
+        for answer in answers:
+            if "clock" in answer:
+                answer["clock"] -= time.time()
+        return answers
     lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
     return finding("no-answer", name, lines[-1][:300])  # of ssh, the shell there, or Python
 

@@ -164,21 +164,14 @@ def stop_ranks() -> None:
 
 @functools.cache
 def stop_at_exit() -> None:
-    """Let this program stop its ranks where it ends with exit code 0; not after an error or another `sys.exit`."""
-    leave = sys.exit
-    codes = []
+    """Let this program leave the process group where it ends: threads that DeepSpeed keeps alive may abort it."""
+    import torch.distributed as dist
 
-    def exit_with(code: Any = None) -> None:
-        codes[:] = [code]  # Python does not report it at exit
-        leave(code)
+    def leave() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
-    def stop() -> None:
-        atexit.unregister(stop)
-        if not hasattr(sys, "last_value") and codes in ([], [None], [0]):
-            stop_ranks()
-
-    sys.exit = exit_with
-    atexit.register(stop)
+    atexit.register(leave)
 
 
 def raise_together(problems: list[str]) -> None:

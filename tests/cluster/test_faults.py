@@ -20,18 +20,7 @@ CLEAN_SECONDS = 180
 end by itself; a busy machine takes longer.
 """
 PORT = 29533
-LAUNCH = [
-    "python",
-    "-m",
-    "dsft.cli.main",
-    "launch",
-    "--no_preflight",
-    "--hostfile",
-    "HOSTFILE",
-    "--master_port",
-    str(PORT),
-    "train",
-]
+LAUNCH = f"python -m dsft.cli.main launch --no_preflight --hostfile HOSTFILE --master_port {PORT} train".split()
 
 
 @pytest.fixture(scope="module")
@@ -170,18 +159,7 @@ def test_a_fault_on_one_of_three_hosts_ends_all_of_them_and_its_rank_is_named(ho
 
 @pytest.mark.exhaustive
 def test_a_cut_link_ends_torchrun_on_both_sides_as_well(hosts, folder):
-    torchrun = [
-        "torchrun",
-        "--nnodes",
-        "2",
-        "--nproc_per_node",
-        "1",
-        "--master_addr",
-        "node-0",
-        "--master_port",
-        str(PORT),
-        "--node_rank",
-    ]
+    torchrun = f"torchrun --nnodes 2 --nproc_per_node 1 --master_addr node-0 --master_port {PORT} --node_rank".split()
     words = ["dsft/train.py", "--config", folder / "run.yaml", "--output_dir", folder / "torchrun"]
     before = {pid for host in (hosts[0], hosts[1]) for pid, _ in host.processes()}
     other = hosts[1].start([*torchrun, "1", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,11 +1,8 @@
 """The test hosts are what they claim: separate machines to each other, and no change to this one."""
 
-import os
 import signal
 import time
 from pathlib import Path
-
-from cluster.hosts import TestHosts
 
 
 def test_hosts_have_own_names_addresses_and_files(hosts):
@@ -51,20 +48,3 @@ def test_a_cut_host_is_lost_silently_and_comes_back(hosts):
     assert sending.poll() is None and listening.poll() is None  # neither has noticed
     hosts[1].heal()
     assert listening.stdout.readline() == "b'b'\n"  # the kernel sent it again
-
-
-def mounts_here() -> list[str]:
-    """Where something is mounted, but for what tests of another worker mount in their own folders."""
-    mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return [path for path in mounted if "/popen-gw" not in path]
-
-
-def test_hosts_stand_side_by_side_and_leave_nothing(hosts):
-    interfaces, mounts = sorted(os.listdir("/sys/class/net")), mounts_here()
-    with TestHosts(2) as others:
-        assert others[0].run(["ssh", "node-1", "hostname -I"]).stdout.strip() == hosts[1].address == others[1].address
-        others[1].start(["sleep", "60"])
-        pids = [process.pid for host in others for process in host.all_processes()]
-        assert len(pids) >= 2 and sorted(os.listdir("/sys/class/net")) == interfaces
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids) and not others.folder.exists()
-    assert (sorted(os.listdir("/sys/class/net")), mounts_here()) == (interfaces, mounts)

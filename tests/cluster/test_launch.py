@@ -40,24 +40,9 @@ def through_ssh(four_hosts, folder):
     for file in greetings:
         file.write_text("echo Welcome\n")
     hostfile = four_hosts.hostfile(folder / "hostfile", [1, 1])
-    result = four_hosts[0].run(
-        [
-            *LAUNCH,
-            "--hostfile",
-            hostfile,
-            "train",
-            "--config",
-            folder / "run.yaml",
-            "--output_dir",
-            folder / "ssh",
-            "--zero",
-            "3",
-            "--run_name",
-            RUN_NAME,
-        ],
-        timeout=SECONDS,
-        HF_HOME="/tmp/elsewhere",
-    )
+    words = f"--hostfile {hostfile} train --config {folder}/run.yaml --output_dir {folder}/ssh --zero 3".split()
+    command = [*LAUNCH, *words, "--run_name", RUN_NAME]
+    result = four_hosts[0].run(command, timeout=SECONDS, HF_HOME="/tmp/elsewhere")
     for file in greetings:
         file.unlink()
     assert result.returncode == 0, (result.stdout + result.stderr)[-5000:]
@@ -91,13 +76,8 @@ def test_a_host_file_is_examined_then_deepspeed_starts_the_ranks_that_train_what
 def test_what_the_preflight_finds_stops_the_launch(hosts, folder):
     hostfile = folder / "unknown"
     hostfile.write_text("node-0 slots=1\nnowhere slots=1\n")
-    result = hosts[0].run(
-        [*LAUNCH, "--hostfile", hostfile, "train", "--config", folder / "run.yaml", "--output_dir", folder / "never"],
-        timeout=SECONDS,
-    )
-    assert (
-        result.returncode == 2
-        and "[no-answer]" in result.stdout
-        and "--no_preflight starts all the same" in result.stderr
-    )
+    words = f"--hostfile {hostfile} train --config {folder}/run.yaml --output_dir {folder}/never".split()
+    result = hosts[0].run([*LAUNCH, *words], timeout=SECONDS)
+    assert result.returncode == 2 and "[no-answer]" in result.stdout
+    assert "--no_preflight starts all the same" in result.stderr
     assert not (folder / "never").exists()

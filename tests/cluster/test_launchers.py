@@ -68,22 +68,8 @@ def two_hosts(four_hosts, job) -> Path:
     shutil.copytree(ROOT / "dsft", job / "checkout" / "dsft")
     shutil.copytree(ROOT / "ds_configs", job / "checkout" / "ds_configs")
     shutil.copy(job / "run.yaml", job / "checkout" / "run.yaml")
-    command = [
-        "deepspeed",
-        "--hostfile",
-        hostfile,
-        "--num_nodes",
-        "2",
-        "dsft/train.py",
-        "--config",
-        "run.yaml",
-        "--output_dir",
-        job / "2x1",
-        "--save_strategy",
-        "steps",
-        "--save_steps",
-        "2",
-    ]
+    command = f"deepspeed --hostfile {hostfile} --num_nodes 2 dsft/train.py --config run.yaml".split()
+    command += f"--output_dir {job}/2x1 --save_strategy steps --save_steps 2".split()
     with four_hosts[0].own_name_on_loopback(), four_hosts[1].own_name_on_loopback():
         result = four_hosts[0].run(command, cwd=job / "checkout", timeout=LAUNCH_SECONDS)
     checked(result, job / "2x1", ranks=2, nodes=2)
@@ -158,39 +144,17 @@ def test_two_hosts_that_call_themselves_127_0_1_1_train_what_one_process_trains(
 def test_deepspeed_through_pdsh(hosts, job, one_process, nothing_left, slots, choice, ranks, nodes):
     hostfile, out = hosts.hostfile(job / "hostfile", slots), job / f"pdsh-{ranks}-{nodes}"
     first = hosts[1 if "--include" in choice else 0]
-    result = first.run(
-        [
-            "deepspeed",
-            "--hostfile",
-            hostfile,
-            *choice,
-            "dsft/train.py",
-            "--config",
-            job / "run.yaml",
-            "--output_dir",
-            out,
-        ],
-        timeout=LAUNCH_SECONDS,
-    )
+    words = f"dsft/train.py --config {job}/run.yaml --output_dir {out}".split()
+    result = first.run(["deepspeed", "--hostfile", hostfile, *choice, *words], timeout=LAUNCH_SECONDS)
     assert_same_training(checked(result, out, ranks=ranks, nodes=nodes), one_process)
 
 
 @pytest.mark.exhaustive
 def test_a_checkpoint_of_two_hosts_goes_on_on_two_others(hosts, job, one_process, two_hosts, nothing_left):
-    command = [
-        "deepspeed",
-        "--hostfile",
-        hosts.hostfile(job / "others", [1, 1], first=2),
-        "dsft/train.py",
-        "--config",
-        job / "run.yaml",
-        "--output_dir",
-        job / "resumed",
-    ]
-    result = hosts[2].run(
-        [*command, "--eval_on_start", "false", "--resume_from_checkpoint", two_hosts / "checkpoint-2"],
-        timeout=LAUNCH_SECONDS,
-    )
+    hostfile = hosts.hostfile(job / "others", [1, 1], first=2)
+    command = f"deepspeed --hostfile {hostfile} dsft/train.py --config {job}/run.yaml --output_dir {job}/resumed"
+    command += f" --eval_on_start false --resume_from_checkpoint {two_hosts}/checkpoint-2"
+    result = hosts[2].run(command.split(), timeout=LAUNCH_SECONDS)
     resumed, complete = checked(result, job / "resumed", ranks=2, nodes=2), read_json(two_hosts / "run.json")
     assert f"resuming from {two_hosts / 'checkpoint-2'}" in result.stdout
     assert [entry["loss"] for entry in resumed["results"]["log"] if "loss" in entry] == [
@@ -241,19 +205,8 @@ def test_accelerate(hosts, job, one_process, nothing_left, form):
     (job / "cwd").mkdir(exist_ok=True)  # accelerate leaves a .deepspeed_env in the folder it is started from
 
     def command(machine: int) -> list:
-        return [
-            "accelerate",
-            "launch",
-            "--config_file",
-            file,
-            "--machine_rank",
-            machine,
-            ROOT / "dsft/train.py",
-            "--config",
-            job / "accelerate_run.yaml",
-            "--output_dir",
-            out,
-        ]
+        words = f"accelerate launch --config_file {file} --machine_rank {machine} {ROOT}/dsft/train.py"
+        return f"{words} --config {job}/accelerate_run.yaml --output_dir {out}".split()
 
     started_on = [hosts[0]] if form == "_pdsh" else [hosts[0], hosts[1]]
     assert_same_training(
@@ -309,16 +262,8 @@ def submit(slurm, script: str, folder: Path, *words, **environment) -> int:
 @pytest.mark.parametrize(("script", "per_node"), [("torchrun", 1), ("tasks", 2)])
 def test_sbatch(hosts, slurm, job, one_process, nothing_left, script, per_node):
     folder = job / f"sbatch-{script}"
-    number = submit(
-        slurm,
-        script,
-        folder,
-        "--config",
-        job / "run.yaml",
-        "--output_dir",
-        folder / "run",
-        RANKS_PER_NODE=str(per_node),
-    )
+    words = ["--config", job / "run.yaml", "--output_dir", folder / "run"]
+    number = submit(slurm, script, folder, *words, RANKS_PER_NODE=str(per_node))
     ended = slurm.wait(number, timeout=LAUNCH_SECONDS)
     log = (folder / "out.txt").read_text()
     assert ended["JobState"] == "COMPLETED", log[-6000:]
@@ -333,16 +278,7 @@ def test_before_its_time_ends_a_run_saves_goes_back_into_the_queue_and_goes_on(
     hosts, slurm, job, nothing_left, script, per_node
 ):
     folder = job / f"requeued-{script}"
-    words = [
-        "--config",
-        job / "run.yaml",
-        "--output_dir",
-        folder / "run",
-        "--max_steps",
-        "30",
-        "--eval_on_start",
-        "false",
-    ]
+    words = f"--config {job}/run.yaml --output_dir {folder}/run --max_steps 30 --eval_on_start false".split()
     number = submit(slurm, script, folder, *words, RANKS_PER_NODE=str(per_node))
     wait_until(
         lambda: (folder / "out.txt").is_file() and "step      1 " in (folder / "out.txt").read_text(), LAUNCH_SECONDS
@@ -372,17 +308,7 @@ def wait_until(condition, seconds: float = 120) -> None:
 
 @pytest.mark.exhaustive
 def test_one_machine_plays_two_nodes_with_the_shipped_host_file(hosts, job, one_process, nothing_left):
-    result = hosts[3].run(
-        [
-            "deepspeed",
-            "--hostfile",
-            "hostfiles/local-2x1",
-            "dsft/train.py",
-            "--config",
-            job / "run.yaml",
-            "--output_dir",
-            job / "local",
-        ],
-        timeout=LAUNCH_SECONDS,
-    )
+    command = "deepspeed --hostfile hostfiles/local-2x1 dsft/train.py"
+    words = f"--config {job}/run.yaml --output_dir {job}/local".split()
+    result = hosts[3].run([*command.split(), *words], timeout=LAUNCH_SECONDS)
     assert_same_training(checked(result, job / "local", ranks=2, nodes=2), one_process)
