@@ -1,5 +1,5 @@
-"""Finds what a model's name points to: a folder, a hub id, a config, an adapter, DeepSpeed's shards, a GGUF file; and
-the chat template of a name. Imports no torch, so that a wrong path is an error at once.
+"""Finds out what a model's name refers to (a folder, hub id, config, adapter, DeepSpeed's shards or GGUF file), and
+loads chat templates. Does not import torch, so that a wrong path fails at once.
 """
 
 import functools
@@ -18,20 +18,20 @@ from dsft.errors import UserError, one_line
 NO_GGUF = "GGUF is a format for inference; take the model that it was made from, or unpack it: dsft export FILE FOLDER"
 OPTIMIZER_FILES = "*_optim_states.pt"
 MODEL_FILES = "*_model_states.pt"
-"""What DeepSpeed writes into a `global_step` folder."""
+"""Files that DeepSpeed writes into a `global_step` folder."""
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"
 PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
-"""Chat templates: name -> file. Nothing else lists them."""
+"""Chat templates: name -> file; the only list of them."""
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 FINAL = "final"
 CHECKPOINT = "checkpoint"
-"""Folders of models inside a run's: the final one, and the beginning of checkpoint-N's name (PREFIX_CHECKPOINT_DIR of
+"""Model folders inside a run's folder: the final one, and the prefix of checkpoint-N (PREFIX_CHECKPOINT_DIR of
 transformers.trainer_utils, whose import takes seconds)."""
 
 
 def is_step_folder(model: str) -> bool:
-    """Whether `model` is the folder of DeepSpeed's own shards inside a checkpoint."""
+    """Whether `model` is the folder of DeepSpeed's shards inside a checkpoint."""
     return Path(model).is_dir() and Path(model).name.startswith("global_step")
 
 
@@ -41,12 +41,14 @@ def is_bare_config(model: str) -> bool:
 
 
 def folder_of(model: str) -> Path:
-    """The folder `model`, or the checkpoint whose `global_step` folder it is."""
+    """Returns the folder `model`, or the checkpoint whose `global_step` folder it is."""
     return Path(model).parent if is_step_folder(model) else Path(model)
 
 
 def described_in(model: str) -> str:
-    """Where config and tokenizer of `model` lie: beside a config file or a `global_step` folder, else in itself."""
+    """Returns the folder of `model`'s config and tokenizer: beside a config file or a `global_step` folder, else
+    `model` itself.
+    """
     return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
 
 
@@ -56,13 +58,13 @@ def has_only_shards(model: str) -> bool:
 
 
 def step_folder(checkpoint: str | Path) -> Path | None:
-    """The folder of DeepSpeed's files: `checkpoint` itself, or the one in it that `latest` names, as accelerate's
-    pytorch_model, else the newest `global_step*`; None without any.
+    """Returns the folder of DeepSpeed's files: `checkpoint` itself, or the folder in it that `latest` names, such as
+    accelerate's pytorch_model, else the newest `global_step*`; None without any.
     """
     folder = Path(checkpoint)
     if any(folder.glob(OPTIMIZER_FILES)) or any(folder.glob(MODEL_FILES)):
         return folder
-    # A host that lost its power may have left the file empty. A folder outside of the checkpoint is not taken.
+    # A power failure may have left the file empty. A folder outside the checkpoint is ignored.
     text = (folder / "latest").read_text(errors="replace") if (folder / "latest").is_file() else ""
     named = Path(text.strip()).name
     if named and named != ".." and (folder / named).is_dir():
@@ -71,7 +73,7 @@ def step_folder(checkpoint: str | Path) -> Path | None:
 
 
 def number_in(path: Path) -> list[int]:
-    """The numbers in a file's name, by which files of ranks and steps are sorted."""
+    """Returns the numbers in a file's name, the sort key of the files of ranks and steps."""
     return [int(digits) for digits in re.findall(r"\d+", path.name)]
 
 
@@ -87,8 +89,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def adapter_description(model: str) -> dict[str, Any] | None:
-    """The content of the adapter_config.json of an adapter's folder, or of the checkpoint of one whose `global_step`
-    folder `model` is; None if there is no adapter.
+    """Returns the adapter_config.json of an adapter's folder, or of the checkpoint whose `global_step` folder `model`
+    is; None if there is no adapter.
     Raises UserError if the file does not describe an adapter, or names its own folder as its base.
     """
     file = folder_of(model) / ADAPTER_CONFIG
@@ -110,8 +112,8 @@ def adapter_description(model: str) -> dict[str, Any] | None:
 
 
 def adapter_base(model: str) -> str | None:
-    """The base model that an adapter names; None if `model` is not an adapter. Raises as `adapter_description`, and if
-    there is nothing at its base (`missing`).
+    """Returns the base model that an adapter names; None if `model` is not an adapter. Raises UserError as
+    `adapter_description`, and if the base does not exist (`missing`).
     """
     content = adapter_description(model)
     if content is None:
@@ -130,17 +132,17 @@ def with_bases(model: str) -> Iterator[str]:
 
 
 def base_revision(model: str) -> str | None:
-    """The revision of the base on the hub that an adapter was trained on; None for the newest, and of a model."""
+    """Returns the hub revision of the base that an adapter was trained on; None for the newest, and for a model."""
     return (adapter_description(model) or {}).get("revision")
 
 
 def is_gguf(model: str) -> bool:
-    """Whether `model` names a GGUF file, here or in a repository of the hub."""
+    """Whether `model` names a GGUF file, local or in a repository on the hub."""
     return model.endswith(".gguf")
 
 
 def located(model: str) -> tuple[str, dict[str, str]]:
-    """A folder or hub id, and what from_pretrained gets beside it: the name of the GGUF file in it."""
+    """Returns a folder or hub id, and the further arguments of from_pretrained: the name of a GGUF file in it."""
     if not is_gguf(model):
         return model, {}
     if Path(model).is_file():
@@ -152,8 +154,8 @@ def located(model: str) -> tuple[str, dict[str, str]]:
 
 
 def missing(key: str, name: str) -> str | None:
-    """The problem of the option `key` if nothing is at its value: no hub id looks so, or the hub cannot be reached and
-    no copy of it is here. Else None.
+    """Returns the problem of option `key` if its value does not exist: it is neither a path nor a valid hub id, or the
+    hub cannot be reached and the cache has no copy. Else None.
     """
     hub_id = r"[\w-][\w.-]*/[\w.-]+/.+" if is_gguf(name) else r"[\w-][\w.-]*(/[\w.-]+)?"
     if Path(name).exists():
@@ -162,7 +164,7 @@ def missing(key: str, name: str) -> str | None:
     if re.fullmatch(hub_id, name):
         if hub_is_reachable():
             return None
-        from huggingface_hub.constants import HF_HUB_CACHE  # after what it reads from the environment is set
+        from huggingface_hub.constants import HF_HUB_CACHE  # after the environment variables that it reads are set
 
         if (Path(HF_HUB_CACHE) / "--".join(["models", *name.split("/")[:2]])).is_dir():
             return None
@@ -172,7 +174,7 @@ def missing(key: str, name: str) -> str | None:
 
 @functools.cache
 def hub_is_reachable() -> bool:
-    """One try of 2 seconds. Without a hub the libraries use their cache alone; they would try for half a minute."""
+    """Tries to connect for 2 seconds. Without a hub, sets libraries to offline; they would retry for half a minute."""
     if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
         return True
     hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
@@ -185,14 +187,14 @@ def hub_is_reachable() -> bool:
 
 
 def misnamed(key: str, name: str) -> str | None:
-    """The problem of the option `key`, which shall name a model, adapter or tokenizer, where nothing is at its value,
-    or a run's folder, which contains models and is not one: the final one, else the newest checkpoint is named.
+    """Returns the problem of option `key`, which must name a model, adapter or tokenizer, if its value does not exist
+    or is a run's folder, which contains models but is not one: then it suggests the final one or the newest checkpoint.
     """
     folder = Path(name)
     is_model = (folder / "config.json").exists() or (folder / ADAPTER_CONFIG).exists()
     if folder.is_dir() and not is_model:
         newest_first = sorted(folder.glob(f"{CHECKPOINT}-*/"), key=number_in, reverse=True)
-        adapters = [file.parent for file in folder.glob(f"*/{ADAPTER_CONFIG}")]  # peft's, of a name
+        adapters = [file.parent for file in folder.glob(f"*/{ADAPTER_CONFIG}")]  # peft's named adapters
         for inside in (folder / FINAL, *newest_first, *adapters):
             if inside.is_dir():
                 return f"{key}={name}: contains no model; use {inside}"
@@ -200,8 +202,8 @@ def misnamed(key: str, name: str) -> str | None:
 
 
 def load_template(name: str) -> str:
-    """Returns the text of a preset or a file; of a JSON file, as older packages with images have one, that of its key
-    chat_template. Raises ValueError if it is neither, or is not Jinja.
+    """Returns the text of a preset or a file; for a JSON file (older multimodal packages), the value of its key
+    chat_template. Raises ValueError if it is neither, or is not valid Jinja.
     """
     try:
         template = read_text(PRESETS.get(name, name))
@@ -209,7 +211,7 @@ def load_template(name: str) -> str:
         raise ValueError(
             f"{name} is neither a file that can be read ({error}) nor one of the presets {', '.join(sorted(PRESETS))}"
         ) from None
-    if name.endswith(".json"):  # as it is, it would be Jinja too, whose text is written around each chat
+    if name.endswith(".json"):  # unparsed it would be valid Jinja, and its text would surround each chat
         try:
             template = json.loads(template)["chat_template"]
         except (ValueError, LookupError, TypeError):
@@ -218,7 +220,7 @@ def load_template(name: str) -> str:
             raise ValueError(f"{name} contains no text under the key chat_template")
     from jinja2 import Environment, TemplateSyntaxError
 
-    try:  # {% generation %}, with which transformers marks what an assistant writes, is not Jinja's
+    try:  # {% generation %}, transformers' mark of an assistant's text, is not part of Jinja
         Environment(extensions=["jinja2.ext.loopcontrols"]).compile(GENERATION.sub("", template))
     except TemplateSyntaxError as error:
         raise ValueError(f"{name}, line {error.lineno}: not valid Jinja ({error.message})") from None

@@ -1,11 +1,11 @@
-"""Which class of transformers loads a model package, which of its weights are frozen, and how they are quantised.
+"""Selects the transformers class that loads a model package, its frozen weights, and its quantisation.
 
 A package may contain more than a language model: towers for images and sound (`vision_config` beside `text_config`).
 It is loaded whole, by the class for images and text, and its towers are frozen: what is saved is complete, and adapters
 have the names that other trainers and servers use. Layers that predict several tokens (`mtp.*`) are not loaded.
 
 Weights are quantised while they load (FORMATS, by bitsandbytes; the frozen base under method qlora, or a model that is
-scored), or lie on disk so: a GGUF file, or the `quant_method` in a model's config (GPTQ, AWQ, FP8, compressed-tensors
+scored), or already on disk: a GGUF file, or the `quant_method` in a model's config (GPTQ, AWQ, FP8, compressed-tensors
 ...). transformers loads them all.
 """
 
@@ -38,14 +38,14 @@ AUTO_CLASSES = (
     (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
     (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
 )
-"""In the order in which they are tried."""
+"""In the order of trial."""
 UNREACHED = {
     "git": ("git.image_encoder.", "git.visual_projection."),
     "phi4_multimodal": ("model.embed_tokens_extend.",),
 }
-"""Parts for images inside a decoder, by model_type: no text token passes through them."""
+"""Image parts inside a decoder, by model_type: no text token passes through them."""
 WITHOUT_GRADIENT = ("MllamaCrossAttentionDecoderLayer", "Indexer")
-"""Classes of modules that are skipped without an image, or choose keys outside of the graph (DeepSeek-V3.2)."""
+"""Classes of modules that are skipped without an image, or select keys outside the autograd graph (DeepSeek-V3.2)."""
 
 
 def auto_class(config: PreTrainedConfig) -> type:
@@ -67,7 +67,7 @@ def auto_class(config: PreTrainedConfig) -> type:
 
 
 def tied_weights(config: PreTrainedConfig) -> dict[str, str]:
-    """Returns which weights the class of a package ties: name of the head -> name of the embedding, in memory."""
+    """Returns the weights that a package's class ties: name of the head -> name of the embedding, in memory."""
     for _, mapping in AUTO_CLASSES:
         if type(config) in mapping:
             keys = getattr(mapping[type(config)], "_tied_weights_keys", None)
@@ -78,16 +78,16 @@ def tied_weights(config: PreTrainedConfig) -> dict[str, str]:
 def from_config(
     config: PreTrainedConfig, *, trust_remote_code: bool = False, attn_implementation: str | None = None, **options
 ) -> PreTrainedModel:
-    """Builds the model of a package with random weights, what text cannot reach frozen.
-    Raises UserError as `auto_class`, and where its class cannot answer with text.
+    """Builds the model of a package with random weights; parts that text cannot reach are frozen.
+    Raises UserError as `auto_class`, and if its class cannot generate text.
     """
     options |= {"attn_implementation": attn_implementation} if attn_implementation else {}
     return freeze_unreached(auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **options))
 
 
 def freeze_unreached(model: PreTrainedModel) -> PreTrainedModel:
-    """Freezes what no gradient of a text loss reaches: towers, their projectors, Mllama's cross attention, indexers.
-    Left trainable they would get optimizer states and decay (`weight_decay`) without ever a gradient.
+    """Freezes parameters that a text loss has no gradient for: towers, their projectors, Mllama's cross attention,
+    indexers. Left trainable, they would get optimizer states and `weight_decay` without ever a gradient.
     """
     beginnings = unreached(model)
     for name, parameter in model.named_parameters():
@@ -97,8 +97,8 @@ def freeze_unreached(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def unreached(model: PreTrainedModel) -> tuple[str, ...]:
-    """Returns the beginnings of the names of parameters that no text token passes through.
-    Raises UserError if no language model with a head is found in the package.
+    """Returns the name prefixes of parameters that no text token passes through.
+    Raises UserError if the package contains no language model with a head.
     """
     config = model.config
     text = config.get_text_config(decoder=True)
@@ -118,7 +118,7 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _outermost(module: torch.nn.Module, reached: set[torch.nn.Parameter], prefix: str) -> Iterator[str]:
-    """Yields the beginnings of the names of the largest parts of a module none of whose parameters are reached."""
+    """Yields the name prefixes of a module's largest parts without any reached parameter."""
     for name, parameter in module.named_parameters(recurse=False):
         if parameter not in reached:
             yield f"{prefix}{name}"
@@ -137,36 +137,34 @@ def _outermost(module: torch.nn.Module, reached: set[torch.nn.Parameter], prefix
 class Quantization:
     """How a model's linear layers are stored; embedding and head stay as they are on disk."""
 
-    format: str  # as the option `quantization` names it, or as the config or the file on disk does
-    bits: int = 8  # of one weight in memory, without scales
-    scale_bytes: float = 0.0  # of one weight, its part of the scales
-    lies_on_disk: bool = True  # else bitsandbytes makes it while weights load
+    format: str  # named by the option `quantization`, or by the config or file on disk
+    bits: int = 8  # per weight in memory, without scales
+    scale_bytes: float = 0.0  # per weight, its share of the scales
+    lies_on_disk: bool = True  # else bitsandbytes quantises while weights load
     is_unpacked: bool = False  # transformers unpacks the weights to the model's dtype while it loads them
-    disk_bytes: int | None = None  # of all weights, where they lie on disk in this format and on this machine
+    disk_bytes: int | None = None  # of all weights, if they are on this machine's disk in this format
 
     @property
     def weight_bytes(self) -> float:
-        """Of one weight, its part of the scales included."""
+        """Bytes per weight, with its share of the scales."""
         return self.bits / 8 + self.scale_bytes
 
     @property
     def is_of_linear_layers(self) -> bool:
-        """Whether bitsandbytes makes or made it, which leaves what is not a linear layer as it is. Method qlora trains
-        over it.
-        """
+        """Whether bitsandbytes quantised it or will, linear layers only. Method qlora trains over it."""
         return not self.lies_on_disk or self.format == "bitsandbytes"
 
     def __str__(self) -> str:
         return self.format
 
     def load_config(self, compute_dtype: torch.dtype) -> Any:
-        """Return the configuration with which transformers loads it; None if the model's own config contains it."""
+        """Returns the configuration to load this format with transformers; None if the model's config contains it."""
         if self.format == "gguf":
-            return GgufConfig(dequantize=True)  # the same numbers with and without a kernel for packed weights
+            return GgufConfig(dequantize=True)  # the same results with and without a kernel for packed weights
         if self.lies_on_disk:
             return None
         if self.bits == 8:
-            # Every layer warns in every forward that its inputs are cast to float16.
+            # Each layer warns in each forward that its inputs are cast to float16.
             logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
             return BitsAndBytesConfig(load_in_8bit=True)
         return BitsAndBytesConfig(
@@ -183,24 +181,24 @@ FORMATS = {
     "nf4": Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256), lies_on_disk=False),
     "int8": Quantization(format="int8", lies_on_disk=False),
 }
-"""By the option `quantization`: formats that are made while weights load."""
+"""Formats that weights are quantised to while they load, by the option `quantization`."""
 GGUF = Quantization(format="gguf", bits=16, is_unpacked=True)
 UNPACKABLE = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
 """Values of `quant_method` that transformers can unpack (`dequantize` in their configuration). Adapters are trained and
-evaluated over the unpacked weights, and `dsft export` writes those.
+evaluated over the unpacked weights, and `dsft export` writes them.
 """
 PACKAGES = ("bitsandbytes", "gguf", "compressed-tensors", "gptqmodel", "optimum")
-"""Whose versions can change the numbers of a quantised model."""
+"""Packages whose versions can change the results of a quantised model."""
 
 
 def quantization_on_disk(
     config: PreTrainedConfig, *, disk_bytes: int | None = None, trained: bool = False
 ) -> Quantization | None:
-    """Return the format that a model's config names; None if its weights are not quantised.
+    """Returns the format that a model's config names; None if its weights are not quantised.
 
     Args:
-        disk_bytes: of the files of its weights, where they are here.
-        trained: adapters are, or were, trained over the weights: loaded by `unpacking_config`.
+        disk_bytes: of its weight files, if they are on this machine.
+        trained: adapters are, or were, trained over the weights, which are then loaded with `unpacking_config`.
     """
     section, method = _section(config)
     if not section:
@@ -217,7 +215,7 @@ def quantization_on_disk(
 
 
 def unpacking_config(config: PreTrainedConfig) -> Any:
-    """Return what lets transformers unpack weights while it loads them; None if adapters get them packed."""
+    """Returns the configuration for transformers to unpack weights while loading; None if adapters get them packed."""
     section, method = _section(config)
     if not section or method not in UNPACKABLE:
         return None
@@ -225,7 +223,7 @@ def unpacking_config(config: PreTrainedConfig) -> Any:
 
 
 def _section(config: PreTrainedConfig) -> tuple[dict[str, Any] | None, str]:
-    """A config's section on quantisation, and the method that it names."""
+    """Returns a config's section on quantisation, and the method that it names."""
     section = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(decoder=True), "quantization_config", None
     )
@@ -235,8 +233,8 @@ def _section(config: PreTrainedConfig) -> tuple[dict[str, Any] | None, str]:
 
 
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give all weights of an unpacked model its dtype, but for those that its architecture keeps in fp32."""
-    # transformers unpacks to `dtype`, and leaves what was not packed as it is on disk (quantizers/base.py,
+    """Casts all weights of an unpacked model to its dtype, except those that its architecture keeps in fp32."""
+    # transformers unpacks to `dtype`, and leaves other weights in their dtype on disk (quantizers/base.py,
     # get_new_dtype): products of both would fail.
     kept = model._get_dtype_plan(dtype)
     for name, weight in model.named_parameters():
@@ -247,7 +245,7 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def format_problems(
     name: str, config: PreTrainedConfig, quantization: Quantization, *, dtype: torch.dtype, trained: bool = False
 ) -> list[str]:
-    """List why the model `name` cannot be loaded in this format on this machine, by transformers' own checks.
+    """Lists why the model `name` cannot be loaded in this format on this machine, by transformers' own checks.
     `trained`: adapters are trained over it.
     """
     if quantization.format == GGUF.format:
