@@ -1,12 +1,12 @@
-"""Asks how an architecture computes, by running a small model of it with random weights; no weight is loaded.
+"""Finds out how an architecture computes, by running a small model of it with random weights; no weights are loaded.
 
     architecture_problems  is it causal?
-    row_rules              which rows may share a batch? (of the loaded model itself)
-    try_packing            can samples that share a row be kept apart, and with which attention?
-    attention_like_eager   which attention of a GPU computes as eager attention, without its matrix?
-    trains_in_tiles        do tiles of the loss (chunked_head.py) have the same loss and gradients?
+    row_rules              which rows may share a batch? (runs the loaded model itself)
+    try_packing            can packed samples be kept apart, and with which attention?
+    attention_like_eager   which GPU attention computes the same as eager attention, without its matrix?
+    trains_in_tiles        does the tiled loss (chunked_head.py) have the same value and gradients?
 
-Where the architecture's own code fails on small sizes, each answer is the cautious one.
+If the architecture's own code fails on small sizes, each answer is the safe one.
 """
 
 import contextlib
@@ -34,17 +34,17 @@ from dsft.units import IGNORED, padded_width
 SMALL_SIZES = {
     128: ("vocab_size", "vocab_size_per_layer_input"),
     64: ("hidden_size", "intermediate_size", "n_embd", "ffn_dim", "word_embed_proj_dim"),
-    # The last of these are ranks of latent attention.
+    # The last row: ranks of latent attention.
     32: (
         *("moe_intermediate_size", "shared_expert_intermediate_size"),
         *("q_lora_rank", "kv_lora_rank", "o_lora_rank"),
     ),
-    # Widths of heads; states, and positions that are computed at once, of Mamba.
+    # Head widths; Mamba's states and chunk sizes.
     16: (
         *("head_dim", "rotary_dim", "linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"),
         *("mamba_d_state", "state_size", "mamba_chunk_size", "chunk_size"),
     ),
-    # Heads of attention, of what picks the positions that it sees, and of linear attention; experts.
+    # Heads of attention, of its indexer, and of linear attention; experts.
     4: (
         *("num_attention_heads", "n_head", "index_n_heads", "index_num_heads"),
         *("linear_num_heads", "linear_num_value_heads", "num_experts", "num_local_experts", "n_routed_experts"),
@@ -60,16 +60,16 @@ SMALL_TOWER_SIZES = {
     2: ("depth", "num_hidden_layers", "num_layers", "n_layers", "encoder_layers"),
     1: ("num_global_layers", "conf_num_hidden_layers"),
 }
-"""Of the part for images or sound, which no trial runs."""
+"""Of vision and audio towers, which no trial runs."""
 SMALL = {name: size for size, names in SMALL_SIZES.items() for name in names}
 SMALL_TOWER = {name: size for size, names in SMALL_TOWER_SIZES.items() for name in names}
 LARGEST_TRIED = 100_000_000
-"""Parameters; no architecture that SMALL knows comes near."""
+"""Parameters; far above any architecture whose sizes are all in SMALL."""
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Computes on one thread: operators of a small model take less time than busy cores to synchronise."""
+    """Runs on one thread: operators of a small model are faster than the synchronisation of busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -87,13 +87,13 @@ def small_model(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """Builds the architecture of `config` with narrow layers, few of them but one of each kind, and an even number of
-    attention `heads`. The trials below pass their `options` to it. Its random weights are the same each time, for the
-    same answer in plan and training.
+    """Builds the architecture of `config` with few, narrow layers, at least one of each kind, and an even number of
+    attention `heads`. The trials below pass their `options` to it. Its random weights are always the same, so that plan
+    and training get the same answer.
 
     Raises:
-        ValueError: where it would have more than LARGEST_TRIED parameters.
-        Exception: whatever an architecture's own code makes of sizes that it was not made for.
+        ValueError: if it would have more than LARGEST_TRIED parameters.
+        Exception: any, from an architecture's own code at unexpected sizes.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
@@ -104,18 +104,18 @@ def small_model(
             for size, value in SMALL_TOWER.items():
                 if type(vars(part).get(size)) is int:
                     setattr(part, size, value)
-    # Narrow layers, with as many heads of keys in proportion: one, all, or half.
+    # Narrow layers, with key heads in proportion: one, all, or half.
     known_heads = getattr(text, "num_attention_heads", None)
     key_heads = {1: 1, known_heads: heads}.get(getattr(text, "num_key_value_heads", None), heads // 2)
     sizes = SMALL | dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), SMALL["head_dim"] * heads)
     sizes |= {"num_attention_heads": heads, "n_head": heads, "num_key_value_heads": key_heads}
-    if hasattr(text, "qk_rope_head_dim"):  # latent attention: it is derived
+    if hasattr(text, "qk_rope_head_dim"):  # latent attention derives it
         del sizes["head_dim"]
     for name, value in sizes.items():
         if isinstance(vars(text).get(text.attribute_map.get(name, name)), int):
             setattr(text, name, value)
     text.pad_token_id = 0
-    # At least two layers, and one of each kind.
+    # At least two layers, and at least one of each kind.
     kinds = vars(text).get(text.attribute_map.get("layer_types", "layer_types"))
     layers = max(2, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else 2
     text.num_hidden_layers = min(layers, text.num_hidden_layers)
@@ -123,7 +123,7 @@ def small_model(
         text.layer_types = kinds[:layers]
     rope = getattr(text, "rope_parameters", None) or {}
     if sections := rope.get("mrope_section"):
-        # Angles of a head are divided between time, height and width as the model does (Qwen-VL).
+        # A head's angles are split between time, height and width as in the model (Qwen-VL).
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         angles = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         fewer = [section * angles // sum(sections) for section in sections]
@@ -150,18 +150,18 @@ class RowRules:
     """Which rows may share a batch without changing each other's logits."""
 
     limits: tuple[int, ...] = ()
-    """Lengths beyond which the model computes otherwise, or not at all, ascending. A batch is on one side of each,
-    with its padding."""
-    alone: bool = False  # every row is a batch of its own, without padding
+    """Lengths beyond which the model computes differently, or not at all, ascending. A batch and its padding stay on
+    one side of each."""
+    alone: bool = False  # each row is a separate batch, without padding
     multiple: int = 1
-    """Every batch is padded to a multiple of this length, also alone, and beyond a limit."""
+    """Every batch is padded to a multiple of this length, even if `alone` or beyond a limit."""
 
     def joined(self, other: "RowRules") -> "RowRules":
-        """The rules of two models that see the same batches."""
+        """Return the rules for two models that get the same batches."""
         return RowRules(limits=tuple(sorted({*self.limits, *other.limits})), alone=self.alone or other.alone)
 
     def width(self, longest: int) -> int:
-        """The padded length of a batch, of at least one token: a document of one token feeds none."""
+        """Return the padded length of a batch, at least one token: a document of one token has no inputs."""
         longest = max(1, int(longest))
         shortest = -(-longest // self.multiple) * self.multiple
         padded = -(-padded_width(longest) // self.multiple) * self.multiple
@@ -169,13 +169,13 @@ class RowRules:
         return shortest if self.alone or crosses_limit else padded
 
     def share(self, longest: int, length: int) -> bool:
-        """Whether a row of `length` may join a batch whose longest row has `longest`."""
+        """Whether a row of `length` may join a batch whose longest row has `longest` tokens."""
         return not self.alone and not any(length <= limit < longest for limit in self.limits)
 
 
 def length_limits(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the lengths beyond which a model of `config` computes otherwise, or not at all."""
-    # transformers takes the factors of a longrope by the longest row of a batch, and grows a dynamic RoPE with it
+    """Return the lengths beyond which a model of `config` computes differently, or not at all."""
+    # transformers selects the factors of longrope by the longest row of a batch, and scales a dynamic RoPE with it
     # (modeling_rope_utils.py, dynamic_rope_update).
     text = config.get_text_config()
     of_longrope = rope_types(text).get("longrope", {}).get("original_max_position_embeddings")
@@ -183,7 +183,7 @@ def length_limits(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def rope_types(text: PreTrainedConfig) -> dict[str, dict]:
-    """Return rope_type -> its parameters, of all kinds of layers."""
+    """Return rope_type -> its parameters, for all kinds of layers."""
     rope = getattr(text, "rope_parameters", None) or {}
     types = {}
     for section in (rope, *rope.values()):
@@ -194,15 +194,15 @@ def rope_types(text: PreTrainedConfig) -> dict[str, dict]:
 
 @torch.no_grad()
 def row_rules(model: nn.Module) -> RowRules:
-    """Find the rules of a loaded model, from its config and by a trial. Collective.
+    """Find the rules of a loaded model, from its config and a trial. Collective.
     Raises UserError if its tokens see later ones.
     """
     later, neighbour = (distributed.max_over_ranks(value) for value in _differences(model))
-    # Quantised products may round the inputs too (LLM.int8() by the rows of a batch).
+    # Quantised products may also round the inputs (LLM.int8(): depending on the rows of a batch).
     in_full = next(model.parameters()).dtype == torch.float32 and not getattr(model, "is_quantized", False)
     if later > (1e-4 if in_full else 0.2):
         raise UserError(f"model={model.config.name_or_path or model.config.model_type}: {NOT_CAUSAL}")
-    noise = 1e-5 if in_full else 5e-2  # rounding, where experts get other batches
+    noise = 1e-5 if in_full else 5e-2  # rounding, if experts get other batches
     if alone := max(later, neighbour) > noise:
         say("note: rows of a batch change each other's logits in this architecture; each is a batch of its own")
     return RowRules(limits=length_limits(model.config), alone=alone)
@@ -210,16 +210,16 @@ def row_rules(model: nn.Module) -> RowRules:
 
 @one_thread()
 def architecture_problems(model: str, config: PreTrainedConfig, **options) -> list[str]:
-    """Explain why an architecture predicts nothing; nothing if no small one can be tried."""
+    """Explain why an architecture predicts nothing; empty if it does, or no small model of it can be tried."""
     try:
         later, _ = _differences(small_model(config, **options).eval())
-    except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
+    except Exception:  # any, from an architecture's own code at unexpected sizes
         return []
     return [f"model={model}: {NOT_CAUSAL}"] if later > 1e-5 else []
 
 
 def random_tokens(model: nn.Module, rows: int, length: int, *, first: int = 0) -> torch.Tensor:
-    """Returns ids [rows, length] from `first` on, always the same, on the model's device."""
+    """Return random ids [rows, length] not below `first`, always the same, on the model's device."""
     vocab_size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(first, vocab_size, (rows, length), generator=generator)
@@ -228,7 +228,7 @@ def random_tokens(model: nn.Module, rows: int, length: int, *, first: int = 0) -
 
 @torch.no_grad()
 def _differences(model: nn.Module) -> tuple[float, float]:
-    """By how much later tokens, and other rows of a batch, move a row's logits, as parts of the largest."""
+    """Return how much later tokens, and other rows of a batch, change a row's logits, relative to the largest."""
     length = min([16, *length_limits(model.config)])  # the logits of the first half are compared
     ids = random_tokens(model, 2, length)
     later = ids.clone()
@@ -242,12 +242,12 @@ def _differences(model: nn.Module) -> tuple[float, float]:
 
 
 NOISE = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""Of loss and gradients: by another kernel those of grouped keys are added in another order."""
+"""Relative, of loss and gradients: kernels add up the gradients of grouped keys in different orders."""
 
 
 KERNELS = ("flash_attention_2", "flex_attention")
-"""Attention of GPUs that keeps samples of a row apart without a matrix of all tokens, fastest first: flash-attn where
-it is installed, else from the hub by the package kernels (transformers 5.23, modeling_flash_attention_utils.py,
+"""GPU attention that keeps packed samples apart without a T x T matrix, fastest first: flash-attn if it is installed,
+else from the hub by the package kernels (transformers 5.23, modeling_flash_attention_utils.py,
 FLASH_ATTN_KERNEL_FALLBACK); torch's own, which triton compiles.
 """
 
@@ -260,8 +260,8 @@ def try_packing(
     kernels: tuple[str, ...] = KERNELS,
     trust_remote_code: bool = False,
 ) -> tuple[str | None, str | None]:
-    """Returns (the attention for packed rows: the first of `kernels` that computes here and keeps samples apart, else
-    what was `asked` for, or None for what transformers picks; why samples cannot share rows). Collective.
+    """Return (the attention for packed rows, why samples cannot share rows). The attention is the first of `kernels`
+    that runs here and keeps samples apart, else the one `asked` for; None for transformers' default. Collective.
     """
     picks = asked is None and has_gpu() and dtype != "float32"
     for implementation in [*kernels, None] if picks else [asked]:
@@ -274,7 +274,7 @@ def try_packing(
             dtype=DTYPES[dtype] if on_gpu else torch.float32,
             trust_remote_code=trust_remote_code,
         )
-        # On GPUs each rank has packages, a compiler and a connection of its own.
+        # On GPUs each rank may have other packages, another compiler or no connection.
         problems = distributed.from_all([try_it()]) if on_gpu else [distributed.on_rank_0(try_it)]
         if (problem := next(filter(None, problems), None)) is None:
             break
@@ -284,31 +284,31 @@ def try_packing(
 @one_thread()
 @torch.no_grad()
 def isolation_problem(config: PreTrainedConfig, *, dtype: torch.dtype, **options) -> str | None:
-    """Explains why samples in one row would see each other in this architecture; None if they do not: changed tokens
-    of a first sample must not change the logits of a second one, and those must be what the second returns alone.
+    """Explain why packed samples would see each other in this architecture; None if they do not: changed tokens of the
+    first sample must not change the logits of the second, which must also be the same if it is alone in the row.
     """
     try:
         model = small_model(config, dtype=dtype, **options).eval()
         ids = random_tokens(model, 1, 48)
         changed = torch.cat([ids[:, 1:20].flip(1), ids[:, :1], ids[:, 20:]], 1)
         flash = "flash" in model.config._attn_implementation
-        # The second sample's logits [T, V]: after a first one, after the same with other tokens, and alone.
+        # The second sample's logits [T, V]: after the first one, after its changed tokens, and alone.
         first, second, alone = (
             model(input_ids=tokens, use_cache=False, **positions(lengths, ids.device, flash=flash))
             .logits[0, -28:]
             .double()
             for tokens, lengths in ((ids, [20, 28]), (changed, [20, 28]), (ids[:, 20:], [28]))
         )
-        if model.device.type != "cpu":  # a kernel may have no backward, or take no dropout
+        if model.device.type != "cpu":  # a kernel may have no backward, or not support dropout
             with torch.enable_grad():
                 packed = positions([20, 28], ids.device, flash=flash)
                 model.train()(input_ids=ids, use_cache=False, **packed).logits.float().sum().backward()
-    except Exception as error:  # whatever an architecture's own code makes of sizes or positions it was not made for
+    except Exception as error:  # any, from an architecture's own code at unexpected sizes or positions
         why = f"{type(error).__name__}: {one_line(error)[:200]}"
         return f"it cannot be tried with a small model of this architecture ({why})"
     leaked = distance(second, first)
     differs = distance(first, alone)
-    # Experts get other batches with other tokens, which changes the last bits.
+    # With other tokens experts get other batches, which changes the last bits.
     if not leaked <= (1e-5 if dtype == torch.float32 else 0):
         return f"tokens of one sample change the logits of the next one in the row (by {leaked:.1e} of the largest)"
     if not differs < (1e-4 if dtype == torch.float32 else 5e-2):
@@ -323,8 +323,8 @@ def attention_like_eager(
     kernels: tuple[str, ...] = KERNELS,
     trust_remote_code: bool = False,
 ) -> str | None:
-    """Picks the first of `kernels` that computes on every rank as eager attention does, for a model that has no sdpa;
-    None if none does. Packed rows ask for more (`try_packing`). Collective.
+    """Return the first of `kernels` that computes the same as eager attention on every rank, for a model without sdpa;
+    None if none does. Packed rows need more (`try_packing`). Collective.
     """
     options = {"device": distributed.device(), "dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     for kernel in kernels if dtype != "float32" else ():
@@ -335,22 +335,22 @@ def attention_like_eager(
 
 @one_thread()
 def is_like_eager(config: PreTrainedConfig, attn_implementation: str, *, dtype: torch.dtype, **options) -> bool:
-    """Returns whether an attention has the loss and the gradients of eager attention in this architecture."""
+    """Whether an attention has the same loss and gradients as eager attention in this architecture."""
     try:
         results = []
         for implementation in ("eager", attn_implementation):
             model = small_model(config, dtype=dtype, attn_implementation=implementation, **options).train()
             ids_BT = random_tokens(model, 2, 48)
             results.append(_gradients(model, model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss))
-    except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
+    except Exception:  # any, from an architecture's own code at unexpected sizes
         return False
     return _all_close(*results, noise=NOISE[dtype])
 
 
 def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: bool = False) -> dict[str, Any]:
-    """Makes the arguments by which a model finds the sequences of one row: position_ids [1, T] that restart at each, of
-    which transformers makes its block mask (masking_utils.find_packed_sequence_indices), and for flash attention's
-    varlen form the bounds.
+    """Return the arguments that mark the sequences of one row: position_ids [1, T] that restart at each, from which
+    transformers builds its block mask (masking_utils.find_packed_sequence_indices), and for flash attention's varlen
+    form the bounds.
     """
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
     if not flash:
@@ -363,8 +363,8 @@ def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: 
 
 @one_thread()
 def trains_in_tiles(config: PreTrainedConfig, **options) -> bool:
-    """Returns whether a small model of this architecture has the same loss and gradients in tiles as from its logits,
-    and no auxiliary loss, which tiles leave out.
+    """Whether a small model of this architecture has the same loss and gradients in tiles as from its logits, and no
+    auxiliary loss, which tiles leave out.
     """
     try:
         model = small_model(config, **options).eval()
@@ -378,20 +378,20 @@ def trains_in_tiles(config: PreTrainedConfig, **options) -> bool:
         if not tile_loss(model, rows=7):
             return False
         tiled = _gradients(model, model(input_ids=ids_BT, use_cache=False, targets=targets_BT)["sums"][0])
-    except Exception:  # whatever an architecture's own code makes of sizes that it was not made for
+    except Exception:  # any, from an architecture's own code at unexpected sizes
         return False
     return _all_close(tiled, plain, noise=NOISE[torch.float32])
 
 
 def _gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the loss, and the gradients of what is trained: zeros of experts that no token reached."""
+    """Return the loss and the gradients of the trained parameters: zeros for experts that no token reached."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [loss.detach(), *torch.autograd.grad(loss, trained, materialize_grads=True)]
 
 
 def _all_close(results: list[torch.Tensor], references: list[torch.Tensor], *, noise: float) -> bool:
-    """Whether no element of loss and gradients differs by more than `noise` of its tensor's largest. A gradient under a
-    thousandth of the largest of all is the rest of larger ones, and differs by their rounding.
+    """Whether no element of loss and gradients differs by more than `noise` of its tensor's largest. A gradient below a
+    thousandth of the largest of all is what cancellation leaves of larger ones, and differs by their rounding.
     """
     least = 1e-3 * max(gradient.abs().max() for gradient in references[1:])
     for result, reference in zip(results, references, strict=True):

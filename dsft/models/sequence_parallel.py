@@ -1,17 +1,17 @@
-"""Spreads each row over a team of ranks, by DeepSpeed's Ulysses attention, and refuses models for which that fails.
+"""Splits each row over a team of ranks with DeepSpeed's Ulysses attention, and refuses models for which that fails.
 
 A rank of a team of N has T / N neighbouring tokens of every row, in training and in evaluation. Within attention the
 ranks exchange positions for heads, so that each computes H / N heads over all T positions:
 
     hidden [B, T/N, H] -> q, k, v -> all_to_all -> [B, H/N, T] attention all_to_all -> [B, T/N, H] -> ... -> nats
 
-The exchange is `UlyssesSPAttentionHF` (deepspeed/runtime/sequence_parallel/ulysses_sp.py), also over gloo; one is made
-for each shape that attention sees. Positions are passed to the model; its masks are dropped, since attention is causal
-and packed rows have one of their own. So a model must mix tokens nowhere else, which is tried on a small one with
-random weights before weights are loaded, and its attention must see all tokens before.
+The exchange is `UlyssesSPAttentionHF` (deepspeed/runtime/sequence_parallel/ulysses_sp.py), also over gloo, with one
+instance for each shape of attention. The model gets positions; its masks are dropped, since attention is causal and
+packed rows have a separate mask. So a model must mix tokens nowhere else, which is tried on a small one with random
+weights before weights are loaded, and its attention must see all earlier tokens.
 
-To DeepSpeed's engine each rank has other tokens, as in plain data parallelism, and the exchange is all that is
-differentiated across ranks: gradients are right in every ZeRO stage. accelerate's `ParallelismConfig` would tell the
+For DeepSpeed's engine the ranks have different tokens, as in plain data parallelism, and only the exchange is
+differentiated across ranks: gradients are right in every ZeRO stage. accelerate's `ParallelismConfig` would inform the
 engine, which under ZeRO 1 and 2 then divides by too few ranks (transformers#46775).
 
 Shape suffixes: B batch, T time, N scored tokens of a batch, K columns.
@@ -37,7 +37,7 @@ from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED
 
 TIMEOUT = timedelta(minutes=30)
-"""Of a collective within a team, whose ranks do the same work."""
+"""Of a collective within a team; its ranks do the same work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +48,14 @@ class Team:
     group: Any = None  # process group; None for a team of one
 
     def position(self) -> tuple[int, int, int]:
-        """(Which of the teams this rank is in, its place in that team, number of teams)."""
-        if not dist.is_initialized():  # a launcher's variables alone make no group, by which sums are added up
+        """Return (index of this rank's team, its position in that team, number of teams)."""
+        if not dist.is_initialized():  # a launcher's variables alone make no process group to reduce sums over
             return 0, 0, 1
         rank = dist.get_rank()
         return rank // self.size, rank % self.size, dist.get_world_size() // self.size
 
     def share(self, batch_BT: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's positions of a batch, [B, T / size], and which they are."""
+        """Return this rank's positions of a batch, [B, T / size], with their position_ids."""
         return share_of(batch_BT, self.position()[1], self.size)
 
     def gather(self, columns_KN: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
@@ -79,8 +79,8 @@ class Team:
         """Exchange positions for heads in every attention of `models`, which are called with `share(batch)`.
 
         Args:
-            rows_BT: the positions of full rows that restart with each sample, which then sees no other. Flash attention
-                has the bounds of samples instead.
+            rows_BT: position ids of full rows that restart with each sample, which keeps samples apart. Flash attention
+                gets the bounds of samples instead.
         """
         mask_B1TT = None
         if rows_BT is not None:
@@ -90,7 +90,7 @@ class Team:
         def exchanging(function: Callable, module: nn.Module, query, key, value, _mask, **options):
             """Computes with query, key and value [B, H, T, D]."""
             ulysses = _ulysses(function, self.group, query.shape[0], query.shape[1], key.shape[1], query.shape[3])
-            # Where key heads are repeated for the ranks, Ulysses sets this to the number of its own share and keeps it.
+            # If key heads are repeated for the ranks, Ulysses sets this to the number of its share and leaves it so.
             groups = vars(module).get("num_key_value_groups")
             try:
                 output, weights = ulysses(module, query, key, value, mask_B1TT, **options)
@@ -99,7 +99,7 @@ class Team:
                 if groups is not None:
                     module.num_key_value_groups = groups
 
-        names = {model.config.get_text_config()._attn_implementation for model in models}  # as transformers has them
+        names = {model.config.get_text_config()._attn_implementation for model in models}  # keys of transformers' table
         functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in names}
         ALL_ATTENTION_FUNCTIONS.update({name: functools.partial(exchanging, functions[name]) for name in names})
         try:
@@ -112,13 +112,13 @@ ALONE = Team()
 
 
 def share_of(batch: dict[str, Any], place: int, size: int) -> dict[str, Any]:
-    """Return the positions of a batch that rank `place` of the `size` that share it has, [B, T / size], and which they
-    are. What is not [B, T], as the bounds of samples, stays whole.
+    """Return the positions of a batch for rank `place` of the `size` ranks that share it, [B, T / size], with their
+    position_ids. Values that are not [B, T], such as the bounds of samples, stay whole.
     """
     shape = batch["input_ids"].shape
     if "position_ids" not in batch:
         batch = batch | {"position_ids": torch.arange(shape[1], device=batch["input_ids"].device).expand(shape)}
-    here = slice(place * shape[1] // size, (place + 1) * shape[1] // size)  # the first ones are on the first rank
+    here = slice(place * shape[1] // size, (place + 1) * shape[1] // size)  # in the order of ranks
     share = {}
     for name, value in batch.items():
         is_by_position = getattr(value, "shape", None) == shape
@@ -128,7 +128,9 @@ def share_of(batch: dict[str, Any], place: int, size: int) -> dict[str, Any]:
 
 @functools.cache
 def team_of(size: int) -> Team:
-    """Split the ranks into teams of `size`, which divides their number. Collective the first time."""
+    """Split the ranks into teams of `size`, which divides their number, and return this rank's. The first call is
+    collective.
+    """
     if size == 1:
         return ALONE
     number, _, teams = Team(size=size).position()
@@ -138,7 +140,7 @@ def team_of(size: int) -> Team:
 
 @functools.cache
 def _ulysses(function: Callable, group: Any, rows: int, heads: int, key_heads: int, head_size: int) -> nn.Module:
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # seconds, which few need
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # takes seconds, and few need it
 
     return UlyssesSPAttentionHF(
         attn=function,
@@ -156,12 +158,12 @@ WHOLE_ATTENTION = ("full_attention", "sliding_attention")
 """Kinds of layers that Ulysses can compute."""
 WAY_OUT = "leave sequence_parallel out, the model works with one rank for each row"
 MOVING_ROPES = ("longrope", "dynamic")
-"""transformers chooses their angles by the largest position of a rank, which each rank has another of."""
+"""transformers chooses their angles by the largest position of a rank, which differs between ranks."""
 
 
 def refused_ranks(size: int, world: int, model: ModelSize | None = None) -> str:
-    """Say why `size` of `world` ranks cannot share a row, or the heads of a model; empty if they can."""
-    if size > 1 and world % size:  # what is below 1 is a problem of the options
+    """Return why `size` of `world` ranks cannot share a row, or the heads of a model; empty if they can."""
+    if size > 1 and world % size:  # sizes below 1 are reported with the options
         return f"must divide the number of ranks, which is {world}"
     if model is None:
         return ""
@@ -172,8 +174,8 @@ def refused_ranks(size: int, world: int, model: ModelSize | None = None) -> str:
 
 
 def refused_model(facts: ModelFacts, *, size: int, world: int, seq_len: int, attention: str, model: str) -> str:
-    """Return why rows of `model` cannot be spread over `size` ranks, by its config; empty if they may.
-    `attention`: of the planner (`attention_of`), for rows without a mask.
+    """Return why rows of `model` cannot be split over `size` ranks, by its config; empty if they can.
+    `attention`: from the planner (`attention_of`), for rows without a mask.
     """
     text = facts.config.get_text_config()
     implementation = facts.attn_implementation
@@ -204,8 +206,8 @@ def refused_model(facts: ModelFacts, *, size: int, world: int, seq_len: int, att
 
 @torch.no_grad()
 def failed_trial(facts: ModelFacts, *, size: int, model: str, trust_remote_code: bool = False) -> str:
-    """Compare the logits of a small model on all positions with those of shares; return why they are others, empty
-    where they are the same, and where a plan is made without ranks. Collective.
+    """Compare the logits of a small model on whole rows with those on shares; return why they differ, empty if they are
+    the same or this is a plan without ranks. Collective.
     """
     if not dist.is_initialized():
         return ""
@@ -218,13 +220,13 @@ def failed_trial(facts: ModelFacts, *, size: int, model: str, trust_remote_code:
         whole = small(input_ids=ids, use_cache=False).logits
         with team.attention(small):
             shared = small(**team.share({"input_ids": ids}), use_cache=False).logits
-    except Exception as error:  # whatever an architecture's own code makes of it; the same on every rank
+    except Exception as error:  # any, from an architecture's own code; the same on every rank
         if which_memory(error):
-            raise  # of this rank alone, perhaps
+            raise  # perhaps on this rank alone
         reason += f" ({type(error).__name__})"
     else:
         expected = whole.chunk(size, dim=1)[team.position()[1]]
-        if distributed.max_over_ranks(distance(shared, expected)) < 1e-3:  # not where it is NaN
+        if distributed.max_over_ranks(distance(shared, expected)) < 1e-3:  # False for NaN
             return ""
         reason += " (recurrent layers, for example)"
     return f"sequence_parallel={size} for {model}: {reason}; {WAY_OUT}"
