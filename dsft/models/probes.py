@@ -69,7 +69,7 @@ LARGEST_TRIED = 100_000_000
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs on one thread: operators of a small model are faster than the synchronisation of busy cores."""
+    """Run on one thread: operators of a small model are faster than the synchronisation of busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -87,7 +87,7 @@ def small_model(
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """Builds the architecture of `config` with few, narrow layers, at least one of each kind, and an even number of
+    """Build the architecture of `config` with few, narrow layers, at least one of each kind, and an even number of
     attention `heads`. The trials below pass their `options` to it. Its random weights are always the same, so that plan
     and training get the same answer.
 

@@ -1,4 +1,4 @@
-"""The text side of a model: its tokenizer, the tokens at which it stops, and how it continues a prompt."""
+"""Loads and checks a model's tokenizer, sets its stop tokens, and generates text."""
 
 import re
 import tempfile
@@ -19,15 +19,15 @@ from dsft.models.model_folder import adapter_base, described_in, load_template, 
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tokenization_*.py")
 MARKERS = "markers"
-"""Among `add_tokens`: those that the chat template has, and the tokenizer splits."""
+"""In `add_tokens`: the markers of the chat template that the tokenizer splits."""
 MARKER = r"<\|\w+\|>|<\w+_of_\w+>|<｜[\w▁]+｜>"  # the last is DeepSeek's, with wide bars
 NO_ANSWERS = "its class {} has no generate of transformers (GenerationMixin), so it writes no answers"
-REPEATED = 64  # tokens at the end of a text that are one phrase again and again
+REPEATED = 64  # tokens at the end of a text that repeat one phrase
 
 
 def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of `config`, with its chat template and a pad token.
-    Raises UserError with all that `check_tokenizer` finds.
+    Raises UserError with all problems that `check_tokenizer` finds.
     """
     problems: list[str] = []
     tokenizer = check_tokenizer(config, problems)
@@ -38,7 +38,9 @@ def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
 def check_tokenizer(
     config: TrainConfig | EvalConfig, problems: list[str], *, vocab_size: int | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """Loads the tokenizer, and adds to `problems` what is missing or unreadable, or beyond the model's `vocab_size`."""
+    """Loads the tokenizer; adds to `problems` what is missing or unreadable, and ids beyond the model's `vocab_size`.
+    Returns None if it cannot be loaded.
+    """
     key = "model"
     adapter = getattr(config, "adapter", None)
     if config.tokenizer:
@@ -52,10 +54,10 @@ def check_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             name, **gguf, revision=revision, trust_remote_code=config.trust_remote_code
         )
-    except UserError as error:  # of an adapter's description: it names the file
+    except UserError as error:  # from an adapter's config: it names the file
         problems += error.problems
         return None
-    except Exception as error:  # whatever transformers, or the code of a repository, makes of its files
+    except Exception as error:  # any, from transformers or the code of a repository
         problems.append(
             misnamed(key, source)
             or f"tokenizer: none found for {source}; set tokenizer to a hub id or a folder that has one"
@@ -63,7 +65,7 @@ def check_tokenizer(
         )
         return None
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
-        tokenizer.pad_token = tokenizer.eos_token  # which changes no loss: padding is masked and carries no label
+        tokenizer.pad_token = tokenizer.eos_token  # does not change the loss: padding is masked and has no label
     if config.chat_template:
         try:
             tokenizer.chat_template = load_template(config.chat_template)
@@ -79,8 +81,8 @@ def check_tokenizer(
 
 
 def save_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Lists why a tokenizer cannot be saved, as every checkpoint and the final model need it: a template whose name
-    cannot be that of a file, say.
+    """Lists why a tokenizer cannot be saved with checkpoints and the final model: for example, because a template's
+    name is not a valid file name.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -91,7 +93,7 @@ def save_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def tokenizer_folder(model: str) -> str:
-    """Returns where the tokenizer of `model` is: of an adapter without files of one, with its base."""
+    """Returns the folder of `model`'s tokenizer: for an adapter without tokenizer files, that of its base."""
     folder = described_in(model)
     if any(any(Path(folder).glob(pattern)) for pattern in TOKENIZER_FILES):
         return folder
@@ -100,16 +102,16 @@ def tokenizer_folder(model: str) -> str:
 
 
 def _has_tokenizer(adapter: str) -> bool:
-    """Whether a tokenizer was saved beside an adapter: the only one with tokens that it has new rows for."""
+    """Whether a tokenizer was saved with an adapter: the only one that has the tokens of its new rows."""
     try:
         return cached_file(adapter, TOKENIZER_CONFIG_FILE, _raise_exceptions_for_missing_entries=False) is not None
-    except OSError:  # `measure_model` reports an adapter that is not there
+    except OSError:  # `measure_model` reports a missing adapter
         return False
 
 
 def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]:
-    """Says that a model of `vocab_size` rows has none for some tokens; empty if it has. Special tokens but that of
-    padding do not count: that for images of Gemma 3 1B has no row. Data that contain one are refused (`check_ids`).
+    """Reports tokens for which a model of `vocab_size` rows has none; empty if there are none. Special tokens except
+    padding do not count: Gemma 3 1B has no row for its image token. Data that contain one are refused (`check_ids`).
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.discard(tokenizer.pad_token_id)
@@ -125,9 +127,9 @@ def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]
 
 
 def check_ids(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raises UserError if data have one of the tokens for which a model of `vocab_size` rows has none."""
+    """Raises UserError if data contain a token for which a model of `vocab_size` rows has none."""
     if max(tokenizer.get_vocab().values()) < vocab_size or not len(tokens):
-        return  # tokens are not read
+        return  # without reading the tokens
     largest = int(tokens.max())
     if largest >= vocab_size:
         token = tokenizer.convert_ids_to_tokens(largest)
@@ -135,7 +137,7 @@ def check_ids(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, vocab_size
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: list[str]) -> list[int]:
-    """Makes each text one token of the tokenizer; returns the ids of those that it had not. Markers are special: they
+    """Adds each text as one token to the tokenizer, and returns the ids of new ones. Markers are special tokens: they
     are not part of an answer's text.
     """
     vocabulary = tokenizer.get_vocab()
@@ -145,7 +147,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
         problems.append(f"add_tokens: {blank[0]!r} is not a text")
         return []
     if MARKERS in wanted:
-        templates = tokenizer.chat_template or ""  # a text, or several by name: for tools, say
+        templates = tokenizer.chat_template or ""  # a text, or several by name (for tools)
         template = templates if isinstance(templates, str) else "".join(templates.values())
         in_template = dict.fromkeys(re.findall(MARKER, template))
         # Those that the tokenizer splits into several tokens.
@@ -169,30 +171,30 @@ def generate(
     temperature: float = 0.0,
     streamer: BaseStreamer | None = None,
 ) -> list[int]:
-    """Continues a prompt, as long as the model has positions for it and does not repeat itself.
+    """Continues a prompt while the model has positions and does not repeat itself; returns the new tokens' ids.
 
     Args:
-        ids: of the prompt; the model must have positions for one token more.
-        temperature: of the distribution that tokens are drawn from; 0 is greedy decoding.
-        streamer: gets the tokens as they come.
+        ids: of the prompt; the model must have positions for at least one more token.
+        temperature: for sampling; 0 is greedy decoding.
+        streamer: receives the tokens as they are generated.
     """
     positions = max_positions(model.config.get_text_config())
     prompt_BT = torch.tensor([ids], device=model.device)
     sampling = {"do_sample": True, "temperature": temperature}
     if not temperature:  # those of the model's generation_config would warn
         sampling = {"do_sample": False, **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "typical_p"))}
-    # A generation_config may ask for beams, which no streamer can follow, for several answers, and for a dictionary.
+    # A generation_config may set beams, which streamers do not support, several answers, or a dictionary.
     sampling |= {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
     output_BT = model.generate(
         input_ids=prompt_BT,
         attention_mask=torch.ones_like(prompt_BT),
         max_new_tokens=min(max_new_tokens, positions - len(ids)) if positions else max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
-        tokenizer=tokenizer,  # which finds the stop_strings of a generation_config
-        use_cache=True,  # a training turns it off in the config
-        synced_gpus=False,  # by default ranks under ZeRO-3 ask each other after each token whether all are done
+        tokenizer=tokenizer,  # for the stop_strings of a generation_config
+        use_cache=True,  # training turns it off in the config
+        synced_gpus=False,  # by default ranks under ZeRO-3 synchronise after each token until all are done
         streamer=streamer,
-        # The prompt's own tokens do not count.
+        # The prompt's tokens do not count.
         stopping_criteria=[lambda ids_BT, _: _is_repeating(ids_BT[0, len(ids) :].tolist())],
         **sampling,
     )
@@ -200,15 +202,15 @@ def generate(
 
 
 def _is_repeating(ids: list[int]) -> bool:
-    """Whether a text ends with the same few tokens many times, as greedy decoding of a small model does."""
+    """Whether a text ends with many repetitions of a few tokens, as with greedy decoding of a small model."""
     tail = ids[-REPEATED:]
     periods = range(1, REPEATED // 4 + 1)
     return len(tail) == REPEATED and any(tail[period:] == tail[:-period] for period in periods)
 
 
 def stop_at(model: PreTrainedModel, ends: Iterable[int]) -> list[int]:
-    """Adds the tokens that `ends` trained answers to those at which `model` stops, which are saved with it and read by
-    servers; returns what was added. A model that cannot generate stops nowhere.
+    """Adds `ends`, the end tokens of trained answers, to the stop tokens of `model`, which are saved with it and read
+    by servers; returns the added ones. A model that cannot generate has no stop tokens.
     """
     if not model.can_generate():
         return []

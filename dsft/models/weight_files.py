@@ -1,9 +1,9 @@
-"""Reads files of weights: where they are, what tensors they contain, pickles (`*.pt`, `*.pth`, `*.bin`) without running
-what a stranger put into them, and by parameter those that DeepSpeed's ZeRO leaves in a checkpoint.
+"""Finds weight files and their tensors, reads pickles (`*.pt`, `*.pth`, `*.bin`) without running code from them, and
+reads DeepSpeed's ZeRO shards by parameter.
 
-A pickle is a program: whoever wrote it decides what reading it runs. torch's weights-only unpickler makes tensors,
-plain containers and the classes it allows, and nothing else. Allowed are those that DeepSpeed 0.19.8 and
-transformers' Trainer store. Safetensors are not pickles.
+A pickle is a program: its author decides what reading it runs. torch's weights-only unpickler creates tensors, plain
+containers and allowed classes, and nothing else. Allowed are those that DeepSpeed 0.19.8 and transformers' Trainer
+store. Safetensors are not pickles.
 """
 
 import contextlib
@@ -42,32 +42,32 @@ from dsft.models.model_folder import (
 from dsft.units import plural
 
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
-"""What a file of weights, or its index, raises that was cut, or contains something else."""
+"""Raised when a weight file, or its index, is truncated or contains something else."""
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt")
 READ_ENDINGS = (*WEIGHT_ENDINGS, ".json", ".py")
 HEADS = (".lm_head.weight", ".embed_out.weight", ".head.weight", ".output.weight", ".unembed.weight")
-"""Ends of a head's name on disk, which transformers renames while it loads (conversion_mapping.py)."""
+"""Suffixes of a head's name on disk, which transformers renames while loading (conversion_mapping.py)."""
 RESULTS = "perplexity.json"  # an evaluation may have written it beside the model
 BLOCK_BYTES = 1 << 16
 BLOCKS = 64
-"""Of each file, evenly spread, that `model_identity` reads."""
+"""Evenly spaced blocks of each file that `model_identity` reads."""
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_NOT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-"""The first makes `torch.load(weights_only=False)` a weights-only load too (torch/serialization.py)."""
+"""The first turns `torch.load(weights_only=False)` into a weights-only load (torch/serialization.py)."""
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:function|got) <class '([^']+)'>|unrecognized function (.+?)(?: which|$)")
 _trusted: ContextVar[bool] = ContextVar("_trusted", default=False)
 
 FP32 = "fp32"
-"""Name of the trained weights themselves among the states of an optimizer."""
+"""Name of the trained weights among the optimizer's states."""
 
 
 def find_files(
     name: str, candidates: tuple[str, ...], revision: str | None = None, *, local_files_only: bool = False
 ) -> list[str]:
-    """Finds the first of `candidates` in a folder or on the hub, or all that an index names; none without any.
-    Raises UserError, naming the index that cannot be read, or the file that it names and that is not there.
+    """Returns the first of `candidates` in a folder or on the hub, or all files that an index names; empty without any.
+    Raises UserError, naming the index that cannot be read, or the missing file that it lists.
     """
     options = {
         "revision": revision,
@@ -88,8 +88,8 @@ def find_files(
 
 
 def _check_index(index: str, files: list[str]) -> None:
-    """Raises UserError if transformers, which reads `files` in order, would end with another copy of a tensor than the
-    one in the file that the index names.
+    """Raises UserError if transformers, which reads `files` in order, would load a copy of a tensor from another file
+    than the index names.
     """
     file_of = _last_files(files)
     for tensor, named in json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items():
@@ -102,7 +102,7 @@ def _check_index(index: str, files: list[str]) -> None:
 
 
 def _last_files(files: list[str]) -> dict[str, str]:
-    """Returns the last of `files` that has a tensor, by its name."""
+    """Maps each tensor's name to the last of `files` that contains it."""
     file_of = {}
     for file in files:
         file_of |= dict.fromkeys(empty_tensors([file]), file)
@@ -110,7 +110,7 @@ def _last_files(files: list[str]) -> dict[str, str]:
 
 
 def has_untied_head(model: str, tied: Mapping[str, str], revision: str | None = None) -> bool:
-    """Whether the files of a model that are on this machine contain two different tensors that its class would tie.
+    """Whether a model's files on this machine contain two different tensors that its class would tie.
     `tied`: name of a head in memory -> name of the embedding.
     """
     try:
@@ -122,13 +122,13 @@ def has_untied_head(model: str, tied: Mapping[str, str], revision: str | None = 
             head, embedding = tensors
             if head.shape == embedding.shape and not torch.equal(head, embedding):
                 return True
-    except UserError:  # whoever loads the files reports it
+    except UserError:  # reported when the files are loaded
         return False
     return False
 
 
 def _tensor_like(name: str, file_of: Mapping[str, str]) -> torch.Tensor | None:
-    """Reads the tensor that has a name in memory; the prefixes on disk differ from those. None without any."""
+    """Reads a tensor by its name in memory, whose prefix may differ on disk; None if there is none."""
     ends = HEADS if name.endswith("lm_head.weight") else "." + ".".join(name.split(".")[-2:])
     candidates = [each for each in file_of if f".{each}".endswith(ends)]
     if not candidates:
@@ -142,9 +142,9 @@ def _tensor_like(name: str, file_of: Mapping[str, str]) -> torch.Tensor | None:
 
 
 def weight_bytes_in(model: str) -> int | None:
-    """Bytes of the files that a folder's weights are loaded from; None if they are not all here."""
+    """Returns the bytes of the files that a folder's weights are loaded from; None if one is missing."""
     files = []
-    with contextlib.suppress(UserError):  # whoever loads them reports it
+    with contextlib.suppress(UserError):  # reported when they are loaded
         files = find_files(model, WEIGHT_FILES) if Path(model).is_dir() else []
     return sum(Path(file).stat().st_size for file in files) or None
 
@@ -158,9 +158,9 @@ def shapes_in(folder: Path) -> dict[str, list[int]]:
 def model_identity(
     model: str, *, revision: str | None, seed: int, endings: Collection[str] = READ_ENDINGS
 ) -> dict[str, str]:
-    """Identify a model: `content` is the same for a copy, `changed` is not. Args: `revision`: of a model on the hub,
-    whose commit is its identity; `seed`: of the random weights if the model is a config.json alone; `endings`: of the
-    files that count.
+    """Returns the identity of a model: `content` is the same for a copy, `changed` is not. Args: `revision`: of a model
+    on the hub, whose commit is its identity; `seed`: for random weights if the model is only a config.json; `endings`:
+    of the files that count.
     """
     content = hashlib.sha256()
     changed = hashlib.sha256()
@@ -177,7 +177,7 @@ def model_identity(
             continue
         files = [path]
         for folder in {path, Path(described_in(name))} if path.is_dir() else ():
-            inside = [*folder.glob("*"), *(step_folder(folder) or folder).glob("*")]  # others may be those of runs
+            inside = [*folder.glob("*"), *(step_folder(folder) or folder).glob("*")]  # deeper ones may belong to runs
             files += [file for file in inside if file.suffix in endings or file.name == "latest"]
         for file in sorted(file for file in set(files) if file.is_file() and file.name != RESULTS):
             size = file.stat().st_size
@@ -191,7 +191,7 @@ def model_identity(
 
 
 def empty_tensors(files: list[str]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the files on the meta device. Raises UserError, naming the file that cannot be read."""
+    """Returns the files' tensors on the meta device. Raises UserError, naming the file that cannot be read."""
     tensors = {}
     for file in files:
         with _named(file):
@@ -204,7 +204,7 @@ def empty_tensors(files: list[str]) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _named(file: str) -> Iterator[None]:
-    """Turns what reading a file raises into an error that names it."""
+    """Turns errors of reading a file into a UserError that names it."""
     try:
         yield
     except UserError:
@@ -215,9 +215,9 @@ def _named(file: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def safe_unpickling(*, trust: bool) -> Iterator[None]:
-    """Let every `torch.load` of this process, those of DeepSpeed and peft too, make only what checkpoints contain.
+    """Restricts every `torch.load` of this process, including DeepSpeed's and peft's, to the classes in checkpoints.
     Raises UserError, naming the class that a pickle asks for.
-    `trust`: leave the libraries as they are: DeepSpeed's loads then run what a pickle contains.
+    `trust`: leaves the libraries unchanged: DeepSpeed's loads then run any code in a pickle.
     """
     token = _trusted.set(trust)
     before = {name: os.environ.get(name) for name in (FORCE, FORCE_NOT)}
@@ -237,14 +237,14 @@ def safe_unpickling(*, trust: bool) -> Iterator[None]:
 
 
 def load_pickle(file: Path) -> Any:
-    """Load a file of `torch.save` onto the CPU, mapped where its format allows.
-    Raises UserError if it cannot be read, or asks for a class that no checkpoint contains.
+    """Loads a file of `torch.save` onto the CPU, memory-mapped if its format allows it.
+    Raises UserError if it cannot be read, or asks for a class that checkpoints do not need.
     """
     _allow_known_classes()
     try:
-        # DeepSpeed writes the format before zip where its JSON asks for it.
+        # DeepSpeed writes the older format without zip if its JSON asks for it.
         return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=not _trusted.get())
-    except Exception as error:  # a broken pickle leads the unpickler into any error
+    except Exception as error:  # a broken pickle can raise any error
         raise UserError(_explained(str(file), error)) from None
 
 
@@ -259,7 +259,7 @@ def _explained(file: str, error: BaseException) -> str:
 
 
 def _allow_known_classes() -> None:
-    """Allow what DeepSpeed's shards contain beside tensors, and the numpy arrays of the Trainer's random states."""
+    """Allows the classes in DeepSpeed's shards, and the numpy arrays of the Trainer's random states."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -267,12 +267,12 @@ def _allow_known_classes() -> None:
     of_deepspeed = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
     of_numpy = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
     of_python = [(_zero_stage, "builtins.getattr")]
-    # For the rest of the process: `safe_globals` takes away at its end what was allowed before.
+    # For the rest of the process: on exit `safe_globals` also removes what was allowed before it.
     torch.serialization.add_safe_globals(of_deepspeed + of_numpy + of_python)
 
 
 def _zero_stage(enum: type, name: str) -> Any:
-    """Stand for getattr: some releases of Python (3.11.2) store a member of an enum as getattr(its class, its name)."""
+    """Replaces getattr: some releases of Python (3.11.2) pickle an enum member as getattr(its class, its name)."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     if enum is not ZeroStageEnum:
@@ -282,7 +282,7 @@ def _zero_stage(enum: type, name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Piece:
-    """`numel` elements of a parameter, from `start` in each of the flat tensors of one file, by state."""
+    """`numel` elements of a parameter, from `start` in each flat tensor (one per state) of a file."""
 
     flats: dict[str, torch.Tensor]
     start: int
@@ -290,15 +290,15 @@ class _Piece:
 
 
 class ZeroShards:
-    """The trained parameters and optimizer states of a checkpoint of ZeRO stage 1, 2 or 3, whatever number of ranks
-    wrote it.
+    """The trained parameters and optimizer states of a checkpoint of ZeRO stage 1, 2 or 3, written by any number of
+    ranks.
 
         shards = ZeroShards("run/checkpoint-500")
         shards.read("lm_head.weight", "exp_avg", 0, 1000)  a piece, flat, in float32
 
-    Files are mapped, not loaded: only what is asked for comes into memory. The layout is that of DeepSpeed 0.19.8
-    (checkpoint/ds_to_universal.py reads the same): stages 1 and 2 cut the concatenation of all parameters into equal
-    parts, stage 3 cuts every parameter.
+    Files are memory-mapped: only the requested elements are loaded. The layout is that of DeepSpeed 0.19.8
+    (checkpoint/ds_to_universal.py reads the same): stages 1 and 2 split the concatenation of all parameters into equal
+    parts, stage 3 splits every parameter.
     Raises UserError if the files are not such a checkpoint, cannot be read, or have a layout that is not supported.
     """
 
@@ -312,11 +312,11 @@ class ZeroShards:
                 " or saved with save_only_model"
             )
         self.world_size = len(files)
-        # Counters of the engine and, under "lr_scheduler", the state of a scheduler that DeepSpeed ran.
+        # The engine's counters and, under "lr_scheduler", the state of DeepSpeed's scheduler.
         self.model_state: dict[str, Any] = load_pickle(model_files[0])
         if not self.model_state.get("param_shapes"):
             raise UserError(f"{model_files[0]}: has no param_shapes, which say how the shards are cut; use another")
-        groups = self.model_state["param_shapes"]  # of each trained parameter, as it is when gathered
+        groups = self.model_state["param_shapes"]  # of each trained parameter, unsharded
         self.shapes: dict[str, tuple[int, ...]] = {}
         for group in groups:
             for name, shape in group.items():
@@ -349,19 +349,19 @@ class ZeroShards:
                 state = optimizer["state"].get(group, {})
                 if "step" in state:
                     steps.append(state["step"])
-                # Of the last rank's weights the padding is cut off, of its states not: their shapes may differ.
+                # The last rank's weights are saved without padding, its states with it: their shapes may differ.
                 flats = {FP32: flat}
                 for key, value in state.items():
                     if torch.is_tensor(value) and value.dim() == flat.dim():
                         flats[key] = value
                 offset = 0
                 for name, span in parameters.items():
-                    if is_stage_3:  # every parameter is cut, and the last ranks' parts are padded
+                    if is_stage_3:  # every parameter is split, and the last ranks' parts are padded
                         numel = math.prod(span)
                         part = -(-numel // self.world_size)
                         piece = _Piece(flats, offset, min(part, max(0, numel - rank * part)))
                         offset += part
-                    else:  # the concatenation is cut: a rank has what falls into its part
+                    else:  # the concatenation is split: a rank has the elements in its part
                         piece = _Piece(flats, span.start, span.numel)
                     self._pieces.setdefault(name, []).append(piece)
             if steps:
@@ -376,7 +376,7 @@ class ZeroShards:
 
     @property
     def states(self) -> set[str]:
-        """Name the optimizer's states, such as exp_avg; FP32 is not among them."""
+        """Returns the names of the optimizer's states, such as exp_avg, without FP32."""
         names = set()
         for pieces in self._pieces.values():
             for piece in pieces:
@@ -384,7 +384,7 @@ class ZeroShards:
         return names - {FP32}
 
     def read(self, name: str, state: str, start: int, stop: int) -> torch.Tensor:
-        """Read elements `start` to `stop` of a parameter, as far as it has them, flat, in float32, on the CPU."""
+        """Returns elements `start` to `stop` of a parameter, as far as they exist, flat, in float32, on the CPU."""
         parts = [torch.empty(0)]
         offset = 0
         for piece in self._pieces[name]:
