@@ -1,5 +1,5 @@
-"""Compares results of several models on the same texts, with 95 % intervals over pairs of documents: what makes one
-hard for both models cancels. Over other tokenizations, tokens are not a common measure: only bits per byte and byte
+"""Compares results of several models on the same texts, with 95 % intervals over pairs of documents: a document's
+difficulty for both models cancels. With different tokenizers, tokens are not a common unit: only bits per byte and byte
 perplexity are compared.
 """
 
@@ -19,47 +19,47 @@ from dsft.perplexity.sums import Estimate, exp, ratio_interval, sign_test, units
 from dsft.runtime.console import say, show_table
 from dsft.units import one_of
 
-COMPUTED_BY = ("dtype", "attn_implementation", "quantization")  # options that change the numbers of one model
+COMPUTED_BY = ("dtype", "attn_implementation", "quantization")  # options that change one model's results
 MOVED = 5  # documents named at each end
 RATIO = "ratio (95 %)"  # a column of the table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One model against the base on one data set; less than 0, or a ratio below 1, is better than the base."""
+    """One model against the base on one data set; values below 0, or ratios below 1, are better than the base."""
 
     model: str
     base: str
     data: str
     protocol: str | None
     group: str | None = None
-    """With group_by: the documents that alone are compared."""
+    """With group_by: the value whose documents are compared."""
     base_perplexity: float
     perplexity: float
     perplexity_ratio: Estimate | None
-    """None over two tokenizers."""
+    """None for two tokenizers."""
     nats_per_token: Estimate | None
-    """Difference to the base; None over two tokenizers."""
+    """Difference to the base; None for two tokenizers."""
     bits_per_byte: Estimate | None
-    """Difference to the base; None if the bytes of the scored text are not known."""
+    """Difference to the base; None if the bytes of the scored text are unknown."""
     byte_perplexity_ratio: Estimate | None
     better: int
     """Documents with fewer nats than with the base."""
     worse: int
     same: int
     p_value: float
-    """Of the sign test, two-sided: of so uneven a split, were better and worse equally likely."""
+    """Of the two-sided sign test: probability of a split at least this uneven if both are equally likely."""
     units: str
-    """What the intervals are computed over: documents, or blocks of windows."""
+    """Units of the intervals: documents, or blocks of windows."""
     gained_most: tuple[int, ...]
-    """Documents, by their place in the data from 0 as in documents.parquet, the largest gain first."""
+    """Documents, by their index in the data from 0 as in documents.parquet, the largest gain first."""
     lost_most: tuple[int, ...]
     examples: tuple[tuple[str, int, str], ...] = ()
-    """The document that gained most, and the one that lost most: which, its number, some of its text."""
+    """The documents that gained and lost most: which of the two, index, excerpt."""
     note: str = ""
 
     def row(self) -> dict[str, str]:
-        """Return the cells of the table on the screen."""
+        """Return the cells of a row of the printed table."""
         data = on_data(self.data, self.protocol)
         ratio = ""
         if self.perplexity_ratio:
@@ -79,10 +79,10 @@ class Comparison:
 
 
 class Comparisons(tuple[Comparison, ...]):
-    """A comparison for each model and data set, or for each of their groups."""
+    """A comparison for each model and data set, or for each group."""
 
     def overview(self) -> Table:
-        """Return one table: a row for each comparison. What intervals are over, and notes, are below it."""
+        """Return one table with a row for each comparison; below it the units of intervals, and notes."""
         rows = [each.row() for each in self]
         lines = [f"against {self[0].base}; intervals over pairs: {one_of(dict.fromkeys(each.units for each in self))}"]
         lines += dict.fromkeys(f"{each.model} on {each.data}: {each.note}" for each in self if each.note)
@@ -92,21 +92,21 @@ class Comparisons(tuple[Comparison, ...]):
             if name in ("data", "model"):
                 table.add_column(name)
                 continue
-            words = " ".join([name, *(row[name] for row in rows)]).split()  # numbers, of which none is broken
+            words = " ".join([name, *(row[name] for row in rows)]).split()  # no number is wrapped
             table.add_column(name, no_wrap=name != RATIO, min_width=max(map(len, words)))
         for row in rows:
             table.add_row(*row.values())
         return table
 
     def examples(self) -> list[tuple[str, str, int, str]]:
-        """Return the documents that changed most: model, which one it is, its number, some of its text."""
+        """Return the documents that changed most: model, "gained most" or "lost most", index, excerpt."""
         return [(each.model, *example) for each in self for example in each.examples]
 
     def __str__(self) -> str:
         return frame([each.row() for each in self]).to_string(index=False)
 
     def to_pandas(self) -> Any:
-        """Return a pandas.DataFrame with a row for each comparison; of an estimate it has columns such as
+        """Return a pandas.DataFrame with a row for each comparison; an estimate has several columns, such as
         bits_per_byte_value, bits_per_byte_low and bits_per_byte_high.
         """
         import pandas  # takes a second
@@ -115,7 +115,7 @@ class Comparisons(tuple[Comparison, ...]):
 
 
 def read_evaluations(folders: list[str]) -> list[Evaluation]:
-    """Read all results of folders, or of their perplexity.json. Raises UserError with every folder without any."""
+    """Read all results of folders, or of their perplexity.json. Raises UserError, naming every folder without any."""
     problems = []
     evaluations = []
     for name in folders:
@@ -135,11 +135,11 @@ def compare_results(
     """Compare every other model with the base, on each data set of the base.
 
     Args:
-        base: name of a model as in its results, or the end of its path; by default the first.
-        group_by: a grouping of the results, each of whose groups is compared by itself.
+        base: name of a model as in its results, or the last parts of its path; by default the first.
+        group_by: a grouping of the results; each group is compared separately.
 
     Raises:
-        UserError: if the base is not there, a model has no result on the base's texts, or results cannot be compared.
+        UserError: if there is no such base, a model has no result on the base's texts, or results cannot be compared.
     """
     of_model: dict[str, list[Evaluation]] = {}
     for evaluation in told_apart(evaluations):
@@ -174,7 +174,7 @@ def compare_results(
                     f" {groupings}); dsft eval --group_by makes groups"
                 )
                 continue
-            labels_D = reference.document_groups[group_by]  # the same documents, whatever the other was grouped by
+            labels_D = reference.document_groups[group_by]  # the other may have been evaluated without this grouping
             for label in dict.fromkeys(labels_D):
                 before, after = (
                     replace(each, perplexity=each.perplexity.of_documents(labels_D == label))
@@ -200,7 +200,7 @@ def _find_base(base: str | None, models: list[str]) -> str:
 
 
 def told_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
-    """Take a result that several folders have once, and name results of one model in two dtypes or attentions apart."""
+    """Drop copies of a result, and return results of one model in two dtypes or attentions under different names."""
     settings_of: dict[Key, set[str]] = defaultdict(set)
     for each in evaluations:
         settings_of[each.key].add(_settings(each))
@@ -220,7 +220,7 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
     """Return why two results on the same texts cannot be compared; empty if they can."""
     same_tokens = base.hashes["tokens"] == other.hashes["tokens"]
     if same_tokens and base.hashes["windows"] == other.hashes["windows"] and base.protocol == other.protocol:
-        return ""  # options may be named or left out, and BOS be there or not: these tokens are in these windows
+        return ""  # tokens and windows are the same, whatever the options
     names = f"{other.model} and {base.model} on {base.data}"
     decisive = ("protocol", "mode", "seq_len", *WINDOW_OPTIONS)
     differing = [name for name in decisive if base.options.get(name) != other.options.get(name)]
@@ -232,7 +232,7 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
     base_D, other_D = (each.perplexity.document_bytes[is_scored_D] for each in (base, other))
     if not base_D.any() or not other_D.any():
         return f"{names} have other tokens, and the bytes of the scored text are not known; use another mode"
-    if find_mode(base.mode).is_text or np.array_equal(base_D, other_D):  # a text is scored whole, but for first tokens
+    if find_mode(base.mode).is_text or np.array_equal(base_D, other_D):  # texts are scored whole, except first tokens
         return ""
     return (
         f"{names} scored different text: cut to seq_len at other places, or rendered otherwise; evaluate both with a"
@@ -241,13 +241,13 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
 
 
 def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
-    """Compare two results that `refusal` lets pass."""
+    """Compare two results for which `refusal` returned nothing."""
     before = base.perplexity
     after = other.perplexity
     is_scored_D = (after.document_tokens > 0) & (before.document_tokens > 0)
     same_tokens = base.hashes["tokens"] == other.hashes["tokens"]
     nats_D = after.document_nats
-    if not same_tokens:  # first tokens that are context only have other bytes: nats of as many bytes as the base's
+    if not same_tokens:  # first tokens, which are context only, differ in bytes: scale nats to the base's bytes
         ones_D = np.ones(before.documents)
         nats_D = nats_D * np.divide(
             before.document_bytes, after.document_bytes, out=ones_D, where=after.document_bytes > 0
@@ -315,11 +315,11 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
 
 
 def print_together(evaluations: list[Evaluation]) -> None:
-    """Print how the models of one launch compare with the first."""
+    """Print the comparison of a launch's models with the first."""
     if len({evaluation.model for evaluation in evaluations}) == 1:
         return
     try:
         show_table(compare_results(evaluations).overview())
-    except UserError as error:  # the results are kept; only their comparison is not
+    except UserError as error:  # the results remain; only their comparison is missing
         for problem in error.problems:
             say(f"note: not compared: {problem}")

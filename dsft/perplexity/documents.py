@@ -1,5 +1,5 @@
-"""Prepares documents for scoring: what of the rows is tokenised, which tokens count, and the windows over them. A data
-set is tokenised once, in the store that training uses, for all models with the same tokenizer.
+"""Prepares documents for scoring: tokenises rows, marks the tokens that count, and cuts windows. A data set is
+tokenised once for all models with the same tokenizer, in the store that training uses.
 """
 
 import hashlib
@@ -36,15 +36,19 @@ from dsft.perplexity.modes import MODES, Windows, find_mode
 from dsft.units import one_of, plural
 
 MOST_GROUPS = 1_000
-BESIDE_CONTENT = {"reasoning_content", "tool_calls", "weight"}  # what decides of a message beside its content
+BESIDE_CONTENT = {
+    "reasoning_content",
+    "tool_calls",
+    "weight",
+}  # keys of a message beside its content that change what is scored
 
 
 @dataclass(frozen=True, kw_only=True)
 class Documents(Preparation):
-    """Takes one document after the other."""
+    """Prepares a document for each row."""
 
     max_documents: int | None = None  # only the first so many; no further row is read
-    version: int = 9  # of what is stored for a document; part of the fingerprint, as all fields
+    version: int = 9  # of the stored data; part of the fingerprint, like all fields
 
     def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
         first = 0
@@ -58,12 +62,12 @@ class Documents(Preparation):
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(Documents):
-    """Takes texts, all tokens of which count."""
+    """Prepares texts; all their tokens count."""
 
-    bos: str  # as the option
-    separator: str = "none"  # as the option, for documents that are joined
+    bos: str  # the option
+    separator: str = "none"  # the option, for joined documents
     prefix: Literal["", "once", "always"] = ""
-    """Each document begins with BOS, else EOS, which is context only; "once" if no BOS is there already."""
+    """Whether each document begins with BOS, else EOS, as context only; "once" only if the tokenizer adds no BOS."""
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         special = self.bos == "auto"
@@ -88,7 +92,7 @@ class Texts(Documents):
             ids = [*start, *next(encoded)]
             if adds_end:
                 ids += end_of(text, tokenizer)
-            # As a training leaves an empty text out, whatever its tokenizer puts around one.
+            # Training also leaves out an empty text, even if the tokenizer adds tokens to it.
             if text or self.prefix:
                 weights = np.ones(len(ids), np.float32)
                 if self.prefix:
@@ -99,7 +103,7 @@ class Texts(Documents):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedTexts(Texts):
-    """Takes all texts as one document, joined by two newlines and tokenised once."""
+    """Prepares all texts as one document, joined by two newlines and tokenised once."""
 
     bos: str = "auto"
 
@@ -117,7 +121,7 @@ class JoinedTexts(Texts):
 
 @dataclass(frozen=True, kw_only=True)
 class Answers(Documents):
-    """Takes prompts with completions, and chats; only what training learns of them counts."""
+    """Prepares prompts with completions, and chats; only the tokens that training learns count."""
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         builder = TokensBuilder(batch, rules)
@@ -132,15 +136,15 @@ class Answers(Documents):
                 text = tokenizer.decode(tokens.ids[start:end][trained], skip_special_tokens=True)
             texts.append(text)
         sized = _with_sizes(texts, builder.samples, tokens)
-        sized.document_words[sized.document_bytes == 0] = 0  # nothing of it is scored
+        sized.document_words[sized.document_bytes == 0] = 0  # nothing is scored
         return sized
 
 
 def _text_in_data(sample: Sample, trained: np.ndarray, rules: FormatRules) -> str | None:
-    """The text of a row whose answers are scored just as they are in the data; None if what is scored is more or less.
+    """Return the text of a row's answers if exactly this text is scored; None if more or less is.
 
     Args:
-        trained: [T] of the row's tokens.
+        trained: [T], of the row's tokens.
     """
     if not trained.any() or rules.train_on in ("all", "last"):
         return None
@@ -148,7 +152,7 @@ def _text_in_data(sample: Sample, trained: np.ndarray, rules: FormatRules) -> st
         return sample.completion
     answers = [message for message in sample.messages if message["role"] == "assistant" and message["content"]]
     num_scored = np.count_nonzero(trained & ~np.append(False, trained[:-1]))
-    # Reasoning may be in the content too, and be scored or not.
+    # Reasoning may also be in the content, and may be scored or not.
     has_more = any(message.keys() & BESIDE_CONTENT or "</think>" in message["content"] for message in answers)
     if has_more or rules.train_thinking == "all" or num_scored != len(answers):
         return None
@@ -159,7 +163,7 @@ KINDS: dict[str, type[Documents]] = {"texts": Texts, "joined": JoinedTexts, "ans
 
 
 def _with_sizes(texts: list[str], samples: list[Sample], tokens: Tokens) -> Tokens:
-    """Add hashes of the texts, whatever tokenizer and template, and bytes and words of the scored ones."""
+    """Add hashes of the texts, independent of tokenizer and template, and bytes and words of the scored text."""
     hashes = []
     for sample in samples:
         content = [type(sample).__name__, vars(sample) if sample else {}]
@@ -169,7 +173,7 @@ def _with_sizes(texts: list[str], samples: list[Sample], tokens: Tokens) -> Toke
         tokens,
         hashes=np.array(hashes, np.uint64),
         document_bytes=np.array([len(text.encode()) for text in texts], np.int64),
-        # As lm-evaluation-harness counts words (lm_eval/tasks/wikitext/preprocess_wikitext.py).
+        # Words as in lm-evaluation-harness (lm_eval/tasks/wikitext/preprocess_wikitext.py).
         document_words=np.array([len(re.split(r"\s+", text)) for text in texts], np.int64),
     )
 
@@ -177,8 +181,8 @@ def _with_sizes(texts: list[str], samples: list[Sample], tokens: Tokens) -> Toke
 def build_windows(
     data: FormattedSource, config: EvalConfig, tokenizer: PreTrainedTokenizerBase, *, show_progress: bool = False
 ) -> Windows:
-    """Make the windows of the rows of `data` that `config` asks for. The first process to come prepares the tokens.
-    Raises UserError if mode and data do not go together, or nothing can be scored.
+    """Build the windows over the rows of `data` that `config` specifies. The first process prepares the tokens.
+    Raises UserError if the mode does not fit the data, or nothing can be scored.
     """
     is_text = data.rules.is_text
     fitting = [name for name, mode in MODES.items() if mode.is_text == is_text]
@@ -196,7 +200,7 @@ def build_windows(
         preparation = KINDS[kind](max_documents=config.max_documents, **fields)
         cache = cache_folder(config.data_cache)
         store = prepare(data, tokenizer, cache, preparation=preparation, show_progress=show_progress)
-        if is_text and not store.document_bytes.any():  # of BOS and end tokens alone
+        if is_text and not store.document_bytes.any():  # only BOS and end tokens
             documents = plural(len(store.row_ends), "document")
             raise UserError(f"data: {data.source.name}: {documents}, none of which has text")
         return store
@@ -216,8 +220,8 @@ def build_windows(
 
 
 def group_documents(column: str, data: FormattedSource, config: EvalConfig, windows: Windows) -> np.ndarray:
-    """Return [D] texts: the value of `column` of each document. Raises UserError if the data has no such column, it has
-    too many values, or the protocol joins all documents.
+    """Return [D] texts: each document's value of `column`. Raises UserError if the data has no such column, it has too
+    many values, or the protocol joins all documents.
     """
     columns = dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values)
     if column not in columns:

@@ -1,6 +1,6 @@
-"""Evaluates models on data sets: loads each model replicated or sharded, one at a time, and yields each result as soon
-as it is known. Its fingerprint is of all that it depends on, so that an evaluation that resumes or takes over results
-never mixes two models.
+"""Evaluates models on data sets: loads one model at a time, replicated or sharded, and yields each result as soon as it
+is complete. A result's fingerprint covers everything that it depends on, so that an evaluation that resumes or reuses
+results never mixes two models.
 """
 
 import contextlib
@@ -52,9 +52,9 @@ OTHER_OPTIONS = (
     *("dtype", "quantization", "batch_tokens", "attn_implementation", "sequence_parallel"),
     *("max_documents", "group_by", "save_tokens", "reference", "verify"),
 )
-"""Options that decide how a result is computed and what is kept of it."""
-SCORING = 17  # a change of code that changes nats, or what is kept of a result, raises it
-LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # whose versions can change nats
+"""Options that decide how a result is computed and what of it is stored."""
+SCORING = 17  # version: raised by changes of the code that change nats or the stored results
+LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # packages whose versions can change nats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class _Job:
     config: EvalConfig
     windows: Windows
     about: dict[str, Any]
-    """Fields of its Evaluation that are known before it is scored."""
+    """Fields of its Evaluation that are known before scoring."""
 
 
 def evaluate_models(
@@ -75,13 +75,12 @@ def evaluate_models(
     *,
     progress: bool = False,
 ) -> Iterator[Evaluation]:
-    """Yield the result of each model on each data set, as they come. Collective.
+    """Yield the result of each model on each data set as soon as it is complete. Collective.
 
-    With an output_dir each is written before it is yielded, and those that an earlier evaluation left there are taken
-    over.
+    With an output_dir each is written before it is yielded, and results of an earlier evaluation there are reused.
 
     Raises:
-        UserError: if a model does not fit or cannot be spread over ranks, or a mode does not fit the data.
+        UserError: if a model does not fit or cannot be split over ranks, or a mode does not fit the data.
         TrainingStopped: if a loss is NaN or infinite.
     """
     others = [reference] if reference else []
@@ -98,16 +97,16 @@ def evaluate_models(
             if refusal:
                 refusals.append(refusal)
         distributed.raise_together(refusals)
-    # Last of all checks: the weights of the hub are downloaded for it.
+    # The last check: it downloads weights from the hub.
     distributed.raise_together(
         [line for each in scored.values() for line in check_weights(each.config, each.facts, local=False)]
     )
     machine = distributed.smallest_machine()
     dtype = resolve_dtype(config.dtype)
     results = Results(Path(config.output_dir)) if config.output_dir else None
-    verify_once = functools.cache(verify_weights)  # once for all of a model's formats
+    verify_once = functools.cache(verify_weights)  # once for all formats of a model
     for candidate in candidates:
-        reset_peaks()  # each model has peaks of its own
+        reset_peaks()  # peaks are per model
         jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
         facts = {f"content of {config.zero}": read_zero_file(config.zero, [])}
         for job in jobs:
@@ -127,7 +126,7 @@ def evaluate_models(
                     evaluation, recorder = _evaluate_job(models, zero, candidate, job, machine, progress=progress)
                 if results:
                     results.add(evaluation)
-                if recorder:  # a result that is written needs its parts no longer
+                if recorder:  # the partial results are not needed after the result is written
                     recorder.remove()
                 yield evaluation
 
@@ -136,9 +135,9 @@ def _load(
     candidates: list[Candidate], machine: Machine, dtype: str, stack: contextlib.ExitStack
 ) -> tuple[list[nn.Module], list[str]]:
     """Load a model, and a reference after it, until the stack is closed; return both and their `zero`. Collective."""
-    share = len(candidates)  # of the memory
+    share = len(candidates)  # models that share the memory
     machine = replace(machine, device_bytes=machine.device_bytes // share, host_bytes=machine.host_bytes // share)
-    # On one rank, since measured speeds may differ from another host's.
+    # On one rank, since measured speeds may differ between hosts.
     zero = distributed.on_rank_0(
         lambda: [
             choose_zero(each, machine, dtype) if each.config.zero == "auto" else each.config.zero for each in candidates
@@ -148,7 +147,7 @@ def _load(
         stage = 0 if name == "0" else 3
         raise_if_any(check_sharding(each.facts.size, stage=stage, model=each.config.model))
     models: list[nn.Module] = [None] * share
-    # Sharded ones last: while one is loaded, transformers would shard every other that it loads.
+    # Sharded models last: while one is loaded, transformers would also shard every other one.
     for place in sorted(range(share), key=lambda place: zero[place] != "0"):
         each = candidates[place]
         models[place] = stack.enter_context(loaded_for_scoring(each.config, zero[place], dtype, each.facts.size))
@@ -156,7 +155,7 @@ def _load(
 
 
 def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
-    """Choose as the planner does: a copy per rank if it fits, else shards. Raises UserError if nothing fits."""
+    """Return the planner's choice: a copy per rank if it fits, else shards. Raises UserError if nothing fits."""
     plan = plan_evaluation(
         candidate.facts,
         machine,
@@ -192,7 +191,7 @@ def _jobs(
         check_ids(windows.tokens, candidate.tokenizer, facts.size.vocab_size)
         groups = {column: group_documents(column, data, config, windows) for column in config.group_by}
         prepared.append((source, windows, groups))
-    distributed.wait_long("prepared")  # nodes with caches of their own take their own time
+    distributed.wait_long("prepared")  # nodes with separate caches may take different times
     configs = [each.config for each in (candidate, reference) if each]
     identities = [model_identity(each.model, revision=each.revision, seed=each.seed) for each in configs]
     quantization = str(facts.size.quantization or UNQUANTISED)
@@ -237,7 +236,7 @@ def _jobs(
 def _evaluate_job(
     models: list[nn.Module], zero: list[str], candidate: Candidate, job: _Job, machine: Machine, *, progress: bool
 ) -> tuple[Evaluation, Recorder]:
-    """Score a data set, or what an interrupted evaluation left of it. Collective."""
+    """Score a data set, or the rest of it after an interrupted evaluation. Collective."""
     config = job.config
     partial = tokens = None
     if job.about["tokens_folder"]:
@@ -281,7 +280,7 @@ def _evaluate_job(
 
 def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, *, seed: int, **options: Any) -> float:
     """Score `number` random documents again, each window alone with full logits, and compare their nats. Collective.
-    Args: `options`: of `evaluate_windows`.
+    Args: `options`: for `evaluate_windows`.
 
     Returns the largest relative difference.
     """
@@ -300,9 +299,9 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
 def fingerprint(
     models: list[dict[str, str]], windows: dict[str, str], options: dict[str, Any], installed: dict[str, str]
 ) -> str:
-    """Hash everything that a result depends on, over all ranks: nodes may have copies of their own. Collective. Args:
-    `models`: `model_identity` of the model and of a reference; `windows`: their `hashes()`, and those of the groups of
-    their tokens; `installed`: versions.
+    """Hash everything that a result depends on, over all ranks, since nodes may have separate copies. Collective. Args:
+    `models`: `model_identity` of the model and of a reference; `windows`: their `hashes()`, and those of the document
+    groups; `installed`: versions.
     """
     device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
     libraries = {name: version for name, version in installed.items() if name in (*LIBRARIES, *PACKAGES)}
@@ -317,8 +316,8 @@ def _window_length(candidate: Candidate) -> int:
 
 @contextlib.contextmanager
 def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | None = None) -> Iterator[PreTrainedModel]:
-    """Load the model of `config` in evaluation mode; its memory is given back at the end, for the next one. `size`: of
-    one that is sharded, or quantised.
+    """Load the model of `config` in evaluation mode; on exit its memory is freed for the next one. `size`: of a sharded
+    or quantised model.
     """
     quantization = size.quantization if size else None
 
@@ -327,7 +326,7 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
         if has_gpu():
             torch.cuda.empty_cache()
 
-    free_memory()  # an earlier sharded model is in cycles
+    free_memory()  # an earlier sharded model is in reference cycles
     try:
         if zero == "0":
             model = build_model(config, dtype=dtype, seed=config.seed, quantization=quantization)
@@ -336,7 +335,7 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
             try:
                 yield model.eval()
             finally:
-                for module in model.modules():  # frees the weights, whoever still references the module
+                for module in model.modules():  # frees the weights even if something still references the module
                     module._parameters.clear()
                     module._buffers.clear()
         else:
@@ -359,7 +358,7 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
                 distributed.extend_timeouts()
                 yield engine.module.eval()
     finally:
-        model = engine = None  # so that their memory can be freed now
+        model = engine = None  # without references their memory can be freed
         free_memory()
 
 

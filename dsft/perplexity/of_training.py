@@ -1,5 +1,5 @@
-"""Reads the options of an evaluation. From a training (`--run`, or its file as `--config`) it takes model, tokenizer,
-templates, the form of the data, held-out data; options that the user gives beside it win.
+"""Reads the options of an evaluation. A training (`--run`, or its file as `--config`) supplies model, tokenizer,
+templates, data format and held-out data; options that the user sets in addition take precedence.
 """
 
 import os
@@ -24,11 +24,11 @@ PATHS = ("tokenizer", "chat_template", "data_cache")  # those of SHARED that may
 
 
 def read_evaluation(argv: Sequence[str], problems: list[str], *, also: type | None = None) -> EvalConfig:
-    """Read the options of `dsft eval`; faults go to `problems`. `also`: as read_config has it."""
+    """Read the options of `dsft eval`; errors are added to `problems`. `also`: as in read_config."""
     values, flags = read_file_and_flags(argv, problems)
-    if values is None:  # of an unreadable file nothing else can be checked
+    if values is None:  # without a readable file nothing else can be checked
         return EvalConfig()
-    # A training's file sets an option that only a training has; the model is the base until output_dir has a final one.
+    # A training's file sets an option that only training has; its model is the base until output_dir has a final one.
     if (training_types().keys() - field_types(EvalConfig).keys()).isdisjoint(values):
         return evaluation_config(values | flags, problems, also=also)
     values = check_values(values, training_types(), problems)
@@ -43,8 +43,8 @@ def evaluation_config(
     also: type | None = None,
     implied: Mapping[str, Any] | None = None,
 ) -> EvalConfig:
-    """Make the options of an evaluation from those that are given, with those `implied` by a training, or by that of
-    `run`, below them.
+    """Return the options of an evaluation from `values`, which take precedence over those `implied` by a training or by
+    that of `run`.
     """
     has_seq_len = "seq_len" in values
     values = dict(implied or {}) | dict(values)
@@ -61,17 +61,19 @@ def evaluation_config(
                 problems.append(f"run={run}: has no final model yet; name a checkpoint with model")
             values = _of_training(options, run, problems, overridden=values) | values
     config = replace(make_config(EvalConfig, dict(values), problems, also=also), has_seq_len=has_seq_len)
-    from dsft.perplexity.modes import mode_problems  # with numpy, which a launch of a training does without
+    from dsft.perplexity.modes import mode_problems  # imports numpy, which a training's launch does not need
 
     problems += mode_problems(config)
     return config
 
 
 def shared_options(options: Mapping[str, Any], run_folder: str | None = None) -> dict[str, Any]:
-    """Return what an evaluation must share of a training; relative paths of a run start where that was started."""
+    """Return the options that an evaluation must share with a training; a run's relative paths start at the folder that
+    it was started in.
+    """
     shared = {}
     for name in SHARED:
-        # What a training's file leaves out has a training's default: that of too_long is not an evaluation's.
+        # Options missing in a training's file have training's default, which differs for too_long.
         value = options.get(name, getattr(TrainConfig, name, None))
         if value not in (None, ""):
             shared[name] = path_of(value, run_folder) if run_folder and name in PATHS else value
@@ -92,15 +94,15 @@ def _of_training(
     models = overridden.get("model", values.get("model"))
     for model in models if isinstance(models, list) else [models]:
         if of_run and isinstance(model, str) and Path(model).resolve().is_relative_to(Path(output_dir).resolve()):
-            # Beside these weights is the tokenizer that they were trained with: with add_tokens, and the template.
+            # These weights are saved with the tokenizer of their training: with add_tokens, and the template.
             for name in ("tokenizer", "chat_template"):
                 values.pop(name, None)
-    if "data" in overridden:  # of which no rows are those that the training held out
+    if "data" in overridden:  # other data contains no rows that the training held out
         return values
     held_out = options.get("eval_data")
     fraction = options.get("eval_fraction")
     if held_out:
-        entries = [*held_out.values()] if isinstance(held_out, dict) else held_out  # each is a data set of its own
+        entries = [*held_out.values()] if isinstance(held_out, dict) else held_out  # each is a separate data set
         values |= {"data": entries, "data_split": options.get("eval_split") or TrainConfig.eval_split}
     elif fraction:
         values |= {"data": options.get("data"), "data_split": options.get("data_split") or TrainConfig.data_split}
