@@ -41,7 +41,6 @@ TOKENISED_ROWS = 200
 CLEARLY_FASTER = 1.1
 NODES = (2, 4, 8, 16, 32, 64)
 SHORTEST = 512
-SHOWN_PLANS = 5
 
 
 @dataclass(frozen=True)
@@ -127,10 +126,6 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
             lines.append(f"smaller: {plan_flags(smaller, run.job)} ({describe_cost(smaller)})")
     lines += [f"would fit: {describe_way(way)}" for way in ways]
     show_text("\n".join(lines))
-    shown = sorted(choice.candidates, key=lambda each: (each is not plan, each.step_seconds / each.tokens_per_step))
-    if not options.explain:
-        shown = [each for each in shown if each is plan or each.fits][:SHOWN_PLANS]
-    show_table(plans_table([("->" if each is plan else "", each) for each in shown], shards=machine.world_size > 1))
     if options.explain:
         explain(run, choice)
     return plan.fits
@@ -167,6 +162,9 @@ def explain(run: TrainingRun, choice: Choice) -> None:
     plan = choice.plan
     job = run.job
     size = job.size
+    candidates = sorted(choice.candidates, key=lambda each: each.step_seconds / each.tokens_per_step)
+    named = [("->" if each is plan else "", each) for each in candidates]
+    show_table(plans_table(named, shards=run.machine.world_size > 1))
     lines = [
         f"{job.seq_len:,} tokens per sequence, {job.dtype}, {job.optimizer}",
         f"B parameters: {size.num_params / 1e9:,.3f}, of a token {size.active_params / 1e9:,.3f}, trained"
