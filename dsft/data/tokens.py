@@ -186,8 +186,9 @@ class TokensBuilder:
         self.batch = batch
         self.place = ""  # of the row at hand
         self.is_too_long = False  # whether it has a sequence that is
+        # Of each row.
         self.samples: list[Sample] = []
-        """Of each row."""
+        self.are_too_long: list[bool] = []
         for row in batch.rows:
             self.place = batch.where(row)
             sample = None
@@ -206,6 +207,7 @@ class TokensBuilder:
             self.is_too_long = False
             yield sample
             self.row_ends.append(self.size)
+            self.are_too_long.append(self.is_too_long)
 
     def note(self, name: str, why: str, number: int = 1) -> None:
         """Counts a row, and keeps the first reason."""
@@ -309,8 +311,8 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     rows = []
     for messages in chats:
         rows.append(Row({"messages": messages, "tools": [tool] if calling in messages else []}, 1))
-        # Of a template that renders no tools, which a system message describes.
-        rows.append(Row({"messages": [{"role": "system", "content": "look_up(word)"}, *messages]}, 1))
+        if calling in messages:  # of a template that renders no tools, which a system message describes
+            rows.append(Row({"messages": [{"role": "system", "content": "look_up(word)"}, *messages]}, 1))
     # A template without tools has no end of calls: such chats are dropped.
     rules = format_rules(rows, DataFields(bad_rows="drop", seq_len=1 << 20))
     tokens = tokenise(Batch(rows=rows, place="chats"), rules, tokenizer)
@@ -597,7 +599,7 @@ def _tokenised(
 
 
 def _end_with_parent(_worker: int) -> None:
-    """Has the kernel end this process with its parent (PR_SET_PDEATHSIG)."""
+    """Has the kernel end this process with its parent (PR_SET_PDEATHSIG): it would wait for ever to return tokens."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 

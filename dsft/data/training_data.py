@@ -22,6 +22,8 @@ from dsft.data.formats import Chat, FormattedSource, format_rules, unused_column
 from dsft.data.sources import HeldOut, ending, find_sources
 from dsft.data.tokens import Store, cache_folder, encode_open, prepare, tokenise
 from dsft.errors import UserError, one_line
+from dsft.models.measure import ModelSize
+from dsft.models.tokenizer import check_ids
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.units import IGNORED, Batch
@@ -119,9 +121,9 @@ def sample_prompts(
 
 
 def check_prompts(
-    config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase, positions: int | None
+    config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase, size: ModelSize
 ) -> list[str]:
-    """Lists why the texts of `generate_samples` cannot be prompts of a model with so many positions."""
+    """Lists why the texts of `generate_samples` cannot be prompts of a model of this size."""
     if not isinstance(config.generate_samples, list):
         return []
     try:
@@ -130,7 +132,11 @@ def check_prompts(
         return [f"generate_samples: the chat template raised: {one_line(error)}"]
     problems = []
     for number, prompt in enumerate(prompts, start=1):
-        if not prompt.ids or (positions and len(prompt.ids) >= positions):
+        try:
+            check_ids(prompt.ids, tokenizer, size.vocab_size)
+        except UserError as error:
+            problems += [f"generate_samples: {problem}" for problem in error.problems]
+        if not prompt.ids or (size.max_positions and len(prompt.ids) >= size.max_positions):
             problems.append(
                 f"generate_samples: prompt {number} has {len(prompt.ids):,} tokens; it needs at least one, and fewer"
                 " than the model's positions"

@@ -126,14 +126,14 @@ def ids_beyond(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[str]
     ]
 
 
-def check_ids(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raises UserError if data contain a token for which a model of `vocab_size` rows has none."""
+def check_ids(tokens: np.ndarray | list[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raises UserError if data or a prompt contain a token for which a model of `vocab_size` rows has none."""
     if max(tokenizer.get_vocab().values()) < vocab_size or not len(tokens):
         return  # without reading the tokens
-    largest = int(tokens.max())
+    largest = int(np.max(tokens))
     if largest >= vocab_size:
         token = tokenizer.convert_ids_to_tokens(largest)
-        raise UserError(f"data: contain the token {token}, for which the model has no embedding; leave it out")
+        raise UserError(f"the model has no embedding for the token {token}; leave it out of the data, or of the prompt")
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: list[str]) -> list[int]:
@@ -178,7 +178,9 @@ def generate(
         temperature: for sampling; 0 is greedy decoding.
         streamer: receives the tokens as they are generated.
     """
-    positions = max_positions(model.config.get_text_config())
+    text_config = model.config.get_text_config()
+    check_ids(ids, tokenizer, text_config.vocab_size)
+    positions = max_positions(text_config)
     prompt_BT = torch.tensor([ids], device=model.device)
     sampling = {"do_sample": True, "temperature": temperature}
     if not temperature:  # those of the model's generation_config would warn

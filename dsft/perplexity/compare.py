@@ -189,8 +189,7 @@ def compare_results(
 def _find_base(base: str | None, models: list[str]) -> str:
     if base is None or base in models:
         return base or models[0]
-    parts = Path(base).parts
-    matching = [model for model in models if parts and Path(model).parts[-len(parts) :] == parts]
+    matching = [model for model in models if model.endswith(f"/{base}")]
     if len(matching) != 1:
         raise UserError(
             f"base={base} matches {len(matching)} of the models in these results: {', '.join(models)}"
@@ -201,19 +200,17 @@ def _find_base(base: str | None, models: list[str]) -> str:
 
 def told_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
     """Drop copies of a result, and return results of one model in two dtypes or attentions under different names."""
+    by_settings: dict[tuple, Evaluation] = {}
+    for each in evaluations:
+        settings = [str(each.options[name]) for name in COMPUTED_BY if each.options.get(name)]
+        by_settings.setdefault((each.key, ", ".join(settings), each.perplexity.nats), each)
     settings_of: dict[Key, set[str]] = defaultdict(set)
-    for each in evaluations:
-        settings_of[each.key].add(_settings(each))
-    unlike: dict[tuple, Evaluation] = {}
-    for each in evaluations:
-        name = f"{each.model} ({_settings(each)})" if len(settings_of[each.key]) > 1 else each.model
-        unlike.setdefault((name, each.key, *each.hashes.values(), each.perplexity.nats), replace(each, model=name))
-    return [*unlike.values()]
-
-
-def _settings(evaluation: Evaluation) -> str:
-    values = [evaluation.options.get(name) for name in COMPUTED_BY]
-    return ", ".join(str(value) for value in values if value)
+    for key, settings, _ in by_settings:
+        settings_of[key].add(settings)
+    unlike = []
+    for (key, settings, _), each in by_settings.items():
+        unlike.append(replace(each, model=f"{each.model} ({settings})") if len(settings_of[key]) > 1 else each)
+    return unlike
 
 
 def refusal(base: Evaluation, other: Evaluation) -> str:
@@ -248,10 +245,7 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     same_tokens = base.hashes["tokens"] == other.hashes["tokens"]
     nats_D = after.document_nats
     if not same_tokens:  # first tokens, which are context only, differ in bytes: scale nats to the base's bytes
-        ones_D = np.ones(before.documents)
-        nats_D = nats_D * np.divide(
-            before.document_bytes, after.document_bytes, out=ones_D, where=after.document_bytes > 0
-        )
+        nats_D = nats_D * before.document_bytes / np.maximum(after.document_bytes, 1)
     change_D = np.where(is_scored_D, nats_D - before.document_nats, 0.0)
     notes = []
     for name in COMPUTED_BY:

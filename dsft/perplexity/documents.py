@@ -48,7 +48,7 @@ class Documents(Preparation):
     """Prepares a document for each row."""
 
     max_documents: int | None = None  # only the first so many; no further row is read
-    version: int = 9  # of the stored data; part of the fingerprint, like all fields
+    version: int = 10  # of the stored data; part of the fingerprint, like all fields
 
     def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
         first = 0
@@ -127,11 +127,10 @@ class Answers(Documents):
         builder = TokensBuilder(batch, rules)
         tokens = tokenise_samples(builder, tokenizer)
         texts = []
-        for sample, (start, end) in zip(builder.samples, pairwise([0, *tokens.row_ends.tolist()]), strict=True):
+        bounds = pairwise([0, *tokens.row_ends.tolist()])
+        for sample, is_too_long, (start, end) in zip(builder.samples, builder.are_too_long, bounds, strict=True):
             trained = tokens.trained[start:end]
-            inside = tokens.ends[(tokens.ends > start) & (tokens.ends <= end)]
-            is_cut = bool((np.diff(inside, prepend=start) >= rules.seq_len).any())
-            text = None if is_cut else _text_in_data(sample, trained, rules)
+            text = None if is_too_long else _text_in_data(sample, trained, rules)
             if text is None:
                 text = tokenizer.decode(tokens.ids[start:end][trained], skip_special_tokens=True)
             texts.append(text)
@@ -146,7 +145,7 @@ def _text_in_data(sample: Sample, trained: np.ndarray, rules: FormatRules) -> st
     Args:
         trained: [T], of the row's tokens.
     """
-    if not trained.any() or rules.train_on in ("all", "last"):
+    if not trained.any() or rules.train_on == "all":
         return None
     if isinstance(sample, Pair):
         return sample.completion
@@ -211,7 +210,7 @@ def build_windows(
     if mode.bos_replaces_first and opens_texts(tokenizer):
         windows.first_token = tokenizer.bos_token_id
     if is_text and windows.document_bytes.any():
-        windows.leave_out_bytes(*bytes_of_tokens(tokenizer))
+        windows.document_bytes = windows.scored_bytes(*bytes_of_tokens(tokenizer))
     if not any(len(windows.scored_places(window)) for window in range(len(windows.spans))):
         raise UserError(
             f"data: {len(windows.document_ends)} documents have no token to score: a first token is context only"

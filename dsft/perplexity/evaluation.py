@@ -53,7 +53,7 @@ OTHER_OPTIONS = (
     *("max_documents", "group_by", "save_tokens", "reference", "verify"),
 )
 """Options that decide how a result is computed and what of it is stored."""
-SCORING = 17  # version: raised by changes of the code that change nats or the stored results
+SCORING = 18  # version: raised by changes of the code that change nats or the stored results
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # packages whose versions can change nats
 
 
@@ -188,7 +188,8 @@ def _jobs(
     for source, data in data_sets.items():
         data = replace(data, rules=replace(data.rules, seq_len=config.seq_len))  # answers are cut to it
         windows = build_windows(data, config, candidate.tokenizer, show_progress=progress)
-        check_ids(windows.tokens, candidate.tokenizer, facts.size.vocab_size)
+        for ids in (windows.tokens, [windows.first_token or 0]):
+            check_ids(ids, candidate.tokenizer, facts.size.vocab_size)
         groups = {column: group_documents(column, data, config, windows) for column in config.group_by}
         prepared.append((source, windows, groups))
     distributed.wait_long("prepared")  # nodes with separate caches may take different times

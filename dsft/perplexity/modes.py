@@ -41,7 +41,7 @@ class Windows:
     scorable: np.ndarray  # [F] bool; false for prefix tokens and what is masked in training
     document_ends: np.ndarray  # [D] int64: where each document ends in `tokens`
     spans: np.ndarray  # [W, 3] int64: start, end, scored_from
-    document_bytes: np.ndarray  # [D] int64: UTF-8 bytes of each document's text, or of the part that may be scored
+    document_bytes: np.ndarray  # [D] int64: UTF-8 bytes of the part of each document's text that is scored
     document_words: np.ndarray  # [D] int64
     document_hashes: np.ndarray  # [D] uint64, of the texts, whatever the tokenizer; empty in training
     mode: str = "training"
@@ -49,7 +49,6 @@ class Windows:
     first_token: int | None = None  # fed in place of the first token of every window
     tokens_hash: str = ""
     """Of all tokens, as the store has it."""
-    unscored_bytes: np.ndarray | int = 0  # [D] int64: of `document_bytes`, those of tokens that no window scores
     weights: np.ndarray | None = None
     """[W] float64: how a protocol weighs the tokens of each window; None for all alike."""
 
@@ -95,19 +94,19 @@ class Windows:
         windows.update(np.array([first_token]))
         return {"texts": texts.hexdigest(), "tokens": self.tokens_hash, "windows": windows.hexdigest()}
 
-    def leave_out_bytes(self, bytes_V: np.ndarray, blank: int) -> None:
-        """Find `unscored_bytes`: of the tokens between what one window scores and what the next one does. Args:
-        `bytes_V`: UTF-8 bytes of the text that each token stands for; `blank`: how many more a document's first token
-        has there.
+    def scored_bytes(self, bytes_V: np.ndarray, blank: int) -> np.ndarray:
+        """Return [D] `document_bytes` without those of tokens that no window scores. Args: `bytes_V`: UTF-8 bytes of
+        the text that each token stands for; `blank`: how many more a document's first token has there.
         """
-        begins = np.concatenate([[0], self.spans[:, 1]])
-        numbers = np.concatenate([self.spans[:, 2], [len(self.tokens)]]) - begins
-        places = np.repeat(begins - (np.cumsum(numbers) - numbers), numbers) + np.arange(numbers.sum())
+        is_unscored = np.ones(len(self.tokens), bool)
+        for _, end, scored_from in self.spans:
+            is_unscored[scored_from:end] = False
+        places = np.flatnonzero(is_unscored)
         documents = self.documents_of(places)
-        is_first_P = places == self.document_starts[documents]
-        bytes_P = np.maximum(bytes_V[self.tokens[places]] - blank * is_first_P, 0)
-        unscored_D = np.bincount(documents, bytes_P, len(self.document_ends)).astype(np.int64)
-        self.unscored_bytes = np.minimum(unscored_D, self.document_bytes)
+        is_first = places == self.document_starts[documents]
+        unscored = np.maximum(bytes_V[self.tokens[places]] - blank * is_first, 0)
+        unscored_D = np.bincount(documents, unscored, len(self.document_ends)).astype(np.int64)
+        return np.maximum(self.document_bytes - unscored_D, 0)
 
     def scored_places(self, window: int) -> np.ndarray:
         """Return the places in `tokens` of the scored tokens of a window, in order."""
@@ -313,23 +312,20 @@ def find_mode(name: str) -> Mode:
 
 
 def mode_problems(config: EvalConfig) -> list[str]:
-    """List options that exclude each other."""
+    """List options that the mode or protocol does not read: windows that slide have another perplexity."""
+    unread: list[str] = []
+    reader = f"mode={config.mode}"
+    if config.protocol:
+        reader = f"protocol={config.protocol}"
+        unread = ["bos", "mode", "scope", "separator"]
+    if config.mode != "sliding" and config.protocol != "hf":
+        unread += ["stride", "scope"]
     defaults = EvalConfig()
     problems = []
-    # What windows that do not slide would leave unread: their perplexity is another one.
-    unread = ["stride", "scope"] if config.mode != "sliding" else []
-    if config.protocol:
-        unread = ["bos", "mode", "scope", "separator", "stride"]
-    if config.protocol == "hf":
-        unread.remove("stride")
-    for name in unread:
+    for name in dict.fromkeys(unread):
         value = getattr(config, name)
-        if value == getattr(defaults, name):
-            continue
-        if config.protocol:
-            problems.append(f"protocol={config.protocol} and {name}={value} are both set; keep one")
-        else:
-            problems.append(f"{name}={value}: mode={config.mode} does not read it; use mode sliding, or leave it out")
+        if value != getattr(defaults, name):
+            problems.append(f"{name}={value}: {reader} does not read it; leave it out, or use mode sliding")
     return problems
 
 

@@ -256,9 +256,9 @@ class Evaluation:
                 lines.append(f"and {len(groups) - SHOWN_GROUPS:,} more in {REPORTS}")
             rows[f"by {name}"] = "\n".join(lines)
         if divergence := self.divergence:
-            kl = Estimate(divergence.kl, *divergence.intervals["kl"])
-            reverse_kl = Estimate(divergence.reverse_kl, *divergence.intervals["reverse_kl"])
-            same_top = Estimate(divergence.same_top, *divergence.intervals["same_top"])
+            kl, reverse_kl, same_top = (
+                Estimate(vars(divergence)[name], *divergence.intervals[name]) for name in COLUMNS[2:]
+            )
             rows[f"against {divergence.reference}"] = (
                 f"KL(reference || model) {kl:.6f} nats per token\n"
                 f"KL(model || reference) {reverse_kl:.6f}\n"

@@ -78,11 +78,6 @@ class Perplexity:
     reference_loss: float = math.nan
     """The same of the reference; NaN without one."""
 
-    def __repr__(self) -> str:
-        """Without the arrays of documents and blocks."""
-        numbers = {name: getattr(self, name) for name in ("perplexity", "nats", "tokens", "documents")}
-        return f"Perplexity({', '.join(f'{name}={value!r}' for name, value in numbers.items())})"
-
     @property
     def documents(self) -> int:
         return len(self.document_nats)
@@ -177,7 +172,7 @@ def add_up(windows: Windows, sums_KC: np.ndarray, *, fed_tokens: int) -> Perplex
         tokens=int(tokens_D.sum()),
         document_nats=steps_KD[0] / STEPS,
         document_tokens=tokens_D,
-        document_bytes=windows.document_bytes - windows.unscored_bytes,
+        document_bytes=windows.document_bytes,
         document_words=windows.document_words,
         document_pairs=np.array(steps_KD[1:]).reshape(-1, number) / STEPS,
         block_nats=np.add.reduceat(steps_KW[0], block_starts) / STEPS,

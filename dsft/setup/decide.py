@@ -440,7 +440,7 @@ def _check_data(run: TrainingRun, *, starts: bool) -> None:
         if run.tokenizer:
             run.problems += save_problems(run.tokenizer)
         if model and run.tokenizer:
-            run.problems += check_prompts(options, run.data, run.tokenizer, model.size.max_positions)
+            run.problems += check_prompts(options, run.data, run.tokenizer, model.size)
     elif unreadable:
         run.data = []
         run.tokenizer = None

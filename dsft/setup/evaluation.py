@@ -83,19 +83,12 @@ def check_evaluation(
         say(f"note: {note}")
 
     for model in models if reference else []:  # whether the KL of the two can be taken
-        size = model.facts.size.vocab_size
-        other_size = reference.facts.size.vocab_size
-        difference = ""
-        if size != other_size:
-            difference = f"predicts {other_size:,} tokens, and {model.config.model} {size:,}"
-        elif reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
-            difference = (
-                f"has another tokenizer than {model.config.model}; if both were trained with one, set tokenizer"
-            )
-        if difference:
+        same_size = model.facts.size.vocab_size == reference.facts.size.vocab_size
+        if not same_size or reference.tokenizer.get_vocab() != model.tokenizer.get_vocab():
             problems.append(
-                f"reference={reference.config.model}: {difference}; KL needs the same tokens: evaluate each, and"
-                " compare their bits per byte with dsft compare"
+                f"reference={reference.config.model}: predicts other tokens than {model.config.model}, and KL needs the"
+                " same: if both were trained with one tokenizer, set tokenizer; else evaluate each, and compare their"
+                " bits per byte with dsft compare"
             )
     distributed.raise_together(problems)
     for model in models if config.quantization else []:

@@ -373,6 +373,17 @@ def test_stop_tokens_are_those_that_trained_answers_end_with(name, expected):
     assert tokenizer.convert_ids_to_tokens(stop_tokens(tokenizer)) == expected
 
 
+CALLS = "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}<|end_of_text|>{% else %}"
+
+
+@pytest.mark.parametrize("tools", ["", "{{ tools | tojson if tools }}"], ids=["not rendered", "rendered"])
+def test_a_call_ends_with_a_stop_token_whether_the_template_renders_tools_or_not(tools):
+    turn = f"<|{{{{ m.role }}}}|>{CALLS}{{{{ m.content }}}}<|endoftext|>{{% endif %}}"
+    prompt = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    tokenizer = tokenizer_for("bare", f"{tools}{{% for m in messages %}}{turn}{{% endfor %}}{prompt}")
+    assert tokenizer.convert_ids_to_tokens(stop_tokens(tokenizer)) == ["<|endoftext|>", "<|end_of_text|>"]
+
+
 @pytest.mark.parametrize("role", ["developer", "system", "tool"])
 def test_a_message_of_a_role_that_the_template_leaves_out_is_refused(role):
     text = (

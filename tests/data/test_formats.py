@@ -169,8 +169,10 @@ def calling(arguments: dict | str) -> dict:
     return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "level", "arguments": arguments}}]}
 
 
-def test_analysis_is_the_reasoning_of_what_follows_and_commentary_for_a_function_is_a_call():
-    analysis = {"role": "assistant", "channel": "analysis", "content": "Look it up."}
+@pytest.mark.parametrize("empty", [{}, {"recipient": None, "name": "", "tool_calls": [], "weight": None}], ids=str)
+def test_analysis_is_the_reasoning_of_what_follows_and_commentary_for_a_function_is_a_call(empty):
+    """Also if the keys of other messages are empty in it, as Arrow fills them in."""
+    analysis = {"role": "assistant", "channel": "analysis", "content": "Look it up."} | empty
     call = {
         "role": "assistant",
         "channel": "commentary",

@@ -321,6 +321,13 @@ def test_models_and_numbers_are_whole_in_a_narrow_terminal(tmp_path, monkeypatch
         assert all(word in shown.split() for word in " ".join([*each.row().values()][2:]).split())
 
 
+def test_a_report_without_its_documents_is_not_replaced(tmp_path):
+    Results(tmp_path).add(evaluation("base", 0))
+    (tmp_path / "documents.parquet").unlink()
+    with pytest.raises(UserError, match="has a perplexity.json without its documents.parquet; remove it, or name"):
+        Results(tmp_path)
+
+
 def test_a_table_that_has_no_results_is_named(tmp_path):
     evaluation("base", 0).to_pandas().to_parquet(tmp_path / "documents.parquet")
     with pytest.raises(UserError, match=f"{tmp_path}/documents.parquet cannot be read as results"):

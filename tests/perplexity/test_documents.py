@@ -97,7 +97,6 @@ def test_documents_are_those_that_the_tokenizer_makes_of_the_rows(tokenizer, tmp
         windows = windows_of(path, tokenizer, mode=mode, separator=separator, max_documents=max_documents)
         bounds = pairwise([0, *windows.document_ends.tolist()])
         assert [windows.tokens[start:end].tolist() for start, end in bounds] == expected, options
-        assert windows.document_bytes.tolist() == [len(text.encode()) for text in texts]
         assert windows.document_words.tolist() == [len(re.split(r"\s+", text)) for text in texts]
         first = np.zeros(len(windows.tokens), bool)
         first[[0, *windows.document_ends[:-1]]] = mode == "rolling"
@@ -110,9 +109,21 @@ def test_bytes_of_tokens_that_are_not_scored_do_not_count(tiny, tokenizer, optio
     places = np.concatenate([windows.scored_places(window) for window in range(len(windows.spans))])
     documents = np.searchsorted(windows.document_ends, places, side="right")
     scored = [tokenizer.decode(windows.tokens[places[documents == d]], skip_special_tokens=True) for d in range(31)]
-    left = windows.document_bytes - windows.unscored_bytes
-    assert left.tolist() == [len(text.encode()) for text in scored]
-    assert np.any(windows.unscored_bytes) == ("rolling" not in options.values())
+    assert windows.document_bytes.tolist() == [len(text.encode()) for text in scored]
+
+
+@pytest.mark.parametrize("train_on", ["answers", "last"])
+@pytest.mark.parametrize("length", [16, 12])
+def test_bytes_of_an_answer_that_is_split_are_those_of_its_scored_tokens(tokenizer, tmp_path, length, train_on):
+    """Also where the prompt fills sequences of its own, so that the answer's first token has nothing before it."""
+    row = {"prompt": "a" + " a" * (2 * length - 1), "completion": " big small"}
+    assert len(tokenizer(row["prompt"])["input_ids"]) == 2 * length
+    path = write_jsonl(tmp_path / "pairs.jsonl", [row, row | {"prompt": "a"}])
+    windows = windows_of(path, tokenizer, seq_len=length, too_long="split", train_on=train_on)
+    scored = [windows.scored_places(window) for window in range(len(windows.spans))]
+    text = tokenizer.decode(windows.tokens[scored[0]], skip_special_tokens=True)
+    assert len(scored) == 2 and " big small".endswith(text) and text != " big small"
+    assert windows.document_bytes.tolist() == [len(text), len(" big small")]
 
 
 def test_an_answer_of_which_nothing_is_scored_has_no_bytes_and_no_words(tokenizer, tmp_path):

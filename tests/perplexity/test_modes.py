@@ -187,7 +187,7 @@ def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl", 3)
     base = {"model": str(tiny / "model"), "data": str(tiny / "held_out.jsonl"), "progress": False}
     for options, part in (
-        ({"protocol": "gptq", "mode": "rolling"}, "protocol=gptq and mode=rolling are both set; keep one"),
+        ({"protocol": "gptq", "mode": "rolling"}, "mode=rolling: protocol=gptq does not read it; leave it out"),
         ({"protocol": "gptq", "data": str(pairs)}, "protocol=gptq needs texts, .* leave it out"),
         ({"protocol": "gptq", "seq_len": 256, "max_documents": 1}, "drops what does not fill a window of seq_len=256"),
         ({"protocol": "gtpq", "seq_len": 32}, "did you mean 'gptq'"),
@@ -205,8 +205,8 @@ def test_what_a_protocol_cannot_be_given_is_refused(tiny, tmp_path):
 def test_a_stride_is_of_windows_that_slide():
     """An evaluation in other windows has another perplexity."""
     for options, problem in (
-        ({"stride": 8}, "stride=8: mode=auto does not read it; use mode sliding, or leave it out"),
-        ({"mode": "rolling", "scope": "document"}, "scope=document: mode=rolling does not read it; use mode sliding"),
+        ({"stride": 8}, "stride=8: mode=auto does not read it; leave it out, or use mode sliding"),
+        ({"mode": "rolling", "scope": "document"}, "scope=document: mode=rolling does not read it; leave it out"),
     ):
         (message,) = mode_problems(EvalConfig(**options))
         assert message.startswith(problem)
