@@ -13,7 +13,7 @@ trained.bin   [F] bool
 weights.bin   [F] float32, by which the loss of each token is multiplied; of chats, whose messages may have weights
 ends.bin      [S] int64
 row_ends.bin  [R] int64: where the sequences of each row end; a row that is left out has none
-hashes.bin, document_bytes.bin, document_words.bin    [R] uint64, int64, int64, of the texts; only of an evaluation
+document_hashes.bin, document_bytes.bin, document_words.bin    [R], of the texts; only of an evaluation
 facts.json    counts, what the tokens were made from, and the SHA-256 of tokens, trained, ends and weights
 """
 
@@ -26,7 +26,8 @@ import re
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -58,7 +59,9 @@ COUNTS = (
 rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, unprompted
 (answers that no generation prompt leads to), empty_thinking; weighted_tokens are trained ones of a weight other than 1.
 """
-VERSION = 15  # of the folders; a change of code that changes tokens raises it
+DOCUMENT_COLUMNS = {"document_hashes": "uint64", "document_bytes": "int64", "document_words": "int64"}
+"""Name -> type; bytes are those of UTF-8."""
+VERSION = 16  # of the folders; a change of code that changes tokens raises it
 WORKERS_FROM_BYTES = 8 << 20
 """Of chats, which are rendered one by one; smaller sources are left to this process. Texts and pairs are tokenised many
 at once, by the tokenizer's own threads.
@@ -81,10 +84,10 @@ class Tokens:
     counts: Counter  # of rows and sequences; the keys are COUNTS
     first: dict[str, str] = field(default_factory=dict)
     """Key of `counts` -> where the first such row is, and why it is counted."""
-    # Of the texts [R], in an evaluation; empty in a training.
-    hashes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    document_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # of UTF-8
-    document_words: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    documents: dict[str, np.ndarray] = field(
+        default_factory=lambda: {name: np.zeros(0, dtype) for name, dtype in DOCUMENT_COLUMNS.items()}
+    )
+    """[R], of the texts, in an evaluation; empty in a training."""
 
     @property
     def trained(self) -> np.ndarray:
@@ -393,9 +396,7 @@ class Store:
         self.trained = _mapped(folder, "trained", "bool")
         self.ends = _mapped(folder, "ends", "int64")
         self.row_ends = _mapped(folder, "row_ends", "int64")
-        self.hashes = _mapped(folder, "hashes", "uint64")
-        self.document_bytes = _mapped(folder, "document_bytes", "int64")
-        self.document_words = _mapped(folder, "document_words", "int64")
+        self.documents = {name: _mapped(folder, name, dtype) for name, dtype in DOCUMENT_COLUMNS.items()}
         self.weights = _mapped(folder, "weights", "float32") if self.counts["weighted_tokens"] else None
         """None if they are 0 and 1."""
 
@@ -408,69 +409,61 @@ def _mapped(folder: Path, name: str, dtype: str) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
 
-class StoreWriter:
+def write_store(
+    place: Path, parts: Iterable[Tokens], *, source: str, is_text: bool, largest_id: int, has_weights: bool = False
+) -> Store:
     """Writes a folder beside its place, `PLACE.partial`, and puts it there when all is on disk."""
-
-    def __init__(self, place: Path, *, largest_id: int, has_weights: bool = False):
-        self.place = place
-        self.partial = place.with_name(f"{place.name}.partial")
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
-        self.dtype = "uint16" if largest_id < 1 << 16 else "int32"
-        self.files = {}
-        names = ["tokens", "trained", "ends", "row_ends", "hashes", "document_bytes", "document_words"]
-        for name in [*names, "weights"] if has_weights else names:
-            self.files[name] = open(self.partial / f"{name}.bin", "wb")  # noqa: SIM115
-        self.size = 0
-        self.counts: Counter = Counter()
-        self.first: dict[str, str] = {}
-
-    def append(self, tokens: Tokens) -> None:
-        trained = tokens.trained
-        columns = vars(tokens) | {
-            "tokens": tokens.ids.astype(self.dtype),
-            "trained": trained,
-            "ends": tokens.ends + self.size,
-            "row_ends": tokens.row_ends + self.size,
-        }
-        for name, file in self.files.items():
-            columns[name].tofile(file)
-        self.size += len(tokens.ids)
-        self.counts += tokens.counts
-        self.counts["trained_tokens"] += int(trained.sum())
-        self.counts["weighted_tokens"] += int((tokens.weights[trained] != 1).sum())
-        self.first = tokens.first | self.first
-
-    def finish(self, *, source: str, is_text: bool) -> Store:
-        for file in self.files.values():
-            file.flush()
+    beside = place.with_name(f"{place.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    dtype = "uint16" if largest_id < 1 << 16 else "int32"
+    names = ["tokens", "trained", "ends", "row_ends", *DOCUMENT_COLUMNS]
+    hashed = ["tokens", "trained", "ends"]
+    if has_weights:
+        names.append("weights")
+        hashed.append("weights")
+    size = 0
+    counts: Counter = Counter()
+    first: dict[str, str] = {}
+    try:
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(open(beside / f"{name}.bin", "wb")) for name in names}
+            for tokens in parts:
+                trained = tokens.trained
+                columns = vars(tokens) | tokens.documents
+                columns["tokens"] = tokens.ids.astype(dtype)
+                columns["trained"] = trained
+                columns["ends"] = tokens.ends + size
+                columns["row_ends"] = tokens.row_ends + size
+                for name, file in files.items():
+                    columns[name].tofile(file)
+                size += len(tokens.ids)
+                counts += tokens.counts
+                counts["trained_tokens"] += int(trained.sum())
+                counts["weighted_tokens"] += int((tokens.weights[trained] != 1).sum())
+                first = tokens.first | first
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
         content = hashlib.sha256()
-        for name in ("tokens", "trained", "ends", "weights"):
-            if name in self.files:
-                content.update(_mapped(self.partial, name, "uint8"))
+        for name in hashed:
+            content.update(_mapped(beside, name, "uint8"))
         facts = {
             "source": source,
             "is_text": is_text,
-            "dtype": self.dtype,
-            "counts": {name: int(self.counts[name]) for name in COUNTS} | {"tokens": self.size},
-            "first": self.first,
+            "dtype": dtype,
+            "counts": {name: int(counts[name]) for name in COUNTS} | {"tokens": size},
+            "first": first,
             "tokens_hash": content.hexdigest(),
         }
-        self.files["facts"] = open(self.partial / FACTS, "w", encoding="utf-8")  # noqa: SIM115
-        json.dump(facts, self.files["facts"], indent=1)
-        for file in self.files.values():
+        with open(beside / FACTS, "w", encoding="utf-8") as file:
+            json.dump(facts, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        self.partial.rename(self.place)
-        return Store(self.place)
-
-    def __enter__(self) -> "StoreWriter":
-        return self
-
-    def __exit__(self, *_: Any) -> None:  # removes what was not finished
-        for file in self.files.values():
-            file.close()
-        shutil.rmtree(self.partial, ignore_errors=True)
+        beside.rename(place)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return Store(place)
 
 
 # Preparation
@@ -554,15 +547,24 @@ def _write(
     if rules.form is Chat and source.size_bytes >= WORKERS_FROM_BYTES:
         workers = max(1, min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES))
     bar = progress_bar(is_shown=show_progress, desc=f"Preparing {name}", unit=" tokens", unit_scale=True)
-    largest_id = max(tokenizer.get_vocab().values())
-    with bar, StoreWriter(place, largest_id=largest_id, has_weights=rules.form is Chat) as writer:
-        batches = preparation.batches(data.batches(), rules)
-        tokenise_batch = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
+    batches = preparation.batches(data.batches(), rules)
+    tokenise_batch = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
+
+    def shown_parts() -> Iterator[Tokens]:
         for tokens in _tokenised(batches, tokenise_batch, workers=workers):
-            writer.append(tokens)
+            yield tokens
             watchdog.heartbeat()
             bar.update(len(tokens.ids))
-        writer.finish(is_text=rules.is_text, source=source.name)
+
+    with bar:
+        write_store(
+            place,
+            shown_parts(),
+            source=source.name,
+            is_text=rules.is_text,
+            largest_id=max(tokenizer.get_vocab().values()),
+            has_weights=rules.form is Chat,
+        )
 
 
 def _tokenised(

@@ -135,7 +135,7 @@ class Answers(Documents):
                 text = tokenizer.decode(tokens.ids[start:end][trained], skip_special_tokens=True)
             texts.append(text)
         sized = _with_sizes(texts, builder.samples, tokens)
-        sized.document_words[sized.document_bytes == 0] = 0  # nothing is scored
+        sized.documents["document_words"][sized.documents["document_bytes"] == 0] = 0  # nothing is scored
         return sized
 
 
@@ -168,13 +168,13 @@ def _with_sizes(texts: list[str], samples: list[Sample], tokens: Tokens) -> Toke
         content = [type(sample).__name__, vars(sample) if sample else {}]
         encoded = json.dumps(content, sort_keys=True, default=str).encode()
         hashes.append(int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest()))
-    return replace(
-        tokens,
-        hashes=np.array(hashes, np.uint64),
-        document_bytes=np.array([len(text.encode()) for text in texts], np.int64),
+    documents = {
+        "document_hashes": np.array(hashes, np.uint64),
+        "document_bytes": np.array([len(text.encode()) for text in texts], np.int64),
         # Words as in lm-evaluation-harness (lm_eval/tasks/wikitext/preprocess_wikitext.py).
-        document_words=np.array([len(re.split(r"\s+", text)) for text in texts], np.int64),
-    )
+        "document_words": np.array([len(re.split(r"\s+", text)) for text in texts], np.int64),
+    }
+    return replace(tokens, documents=documents)
 
 
 def build_windows(
@@ -199,7 +199,7 @@ def build_windows(
         preparation = KINDS[kind](max_documents=config.max_documents, **fields)
         cache = cache_folder(config.data_cache)
         store = prepare(data, tokenizer, cache, preparation=preparation, show_progress=show_progress)
-        if is_text and not store.document_bytes.any():  # only BOS and end tokens
+        if is_text and not store.documents["document_bytes"].any():  # only BOS and end tokens
             documents = plural(len(store.row_ends), "document")
             raise UserError(f"data: {data.source.name}: {documents}, none of which has text")
         return store

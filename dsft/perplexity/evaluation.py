@@ -184,21 +184,18 @@ def _jobs(
     """Prepare every data set. Collective."""
     facts = candidate.facts
     config = protocol_config(candidate.config, facts.size.max_positions)
-    prepared = []
+    configs = [each.config for each in (candidate, reference) if each]
+    identities = [model_identity(each.model, revision=each.revision, seed=each.seed) for each in configs]
+    quantization = str(facts.size.quantization or UNQUANTISED)
+    installed = versions(*PACKAGES if quantization != UNQUANTISED else ())
+    jobs = []
     for source, data in data_sets.items():
         data = replace(data, rules=replace(data.rules, seq_len=config.seq_len))  # answers are cut to it
         windows = build_windows(data, config, candidate.tokenizer, show_progress=progress)
         for ids in (windows.tokens, [windows.first_token or 0]):
             check_ids(ids, candidate.tokenizer, facts.size.vocab_size)
         groups = {column: group_documents(column, data, config, windows) for column in config.group_by}
-        prepared.append((source, windows, groups))
-    distributed.wait_long("prepared")  # nodes with separate caches may take different times
-    configs = [each.config for each in (candidate, reference) if each]
-    identities = [model_identity(each.model, revision=each.revision, seed=each.seed) for each in configs]
-    quantization = str(facts.size.quantization or UNQUANTISED)
-    installed = versions(*PACKAGES if quantization != UNQUANTISED else ())
-    jobs = []
-    for source, windows, groups in prepared:
+        distributed.wait_long("prepared")  # nodes with separate caches may take different times
         options = {name: getattr(config, name) for name in ("protocol", "seq_len", *WINDOW_OPTIONS, *OTHER_OPTIONS)}
         options |= {
             "dtype": dtype,

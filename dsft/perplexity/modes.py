@@ -150,9 +150,7 @@ def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document:
         scorable=store.trained,
         document_ends=store.row_ends,
         spans=np.fromiter(spans, dtype=np.int64).reshape(-1, 3),
-        document_bytes=store.document_bytes,
-        document_words=store.document_words,
-        document_hashes=store.hashes,
+        **store.documents,
         tokens_hash=store.facts["tokens_hash"],
         truncated_documents=store.counts["truncated"],
     )

@@ -67,14 +67,14 @@ def check_evaluation(
     if reference:
         in_formats(reference, [], problems)
 
+    share = None
+    if config.eval_fraction:
+        share = HeldOut(fraction=config.eval_fraction, seed=config.data_seed, wanted=True)
     data_sets = {}
-    for source in config.data:  # with the tokenizer of each model
-        checked = [check_sources([source], config, model.tokenizer, key="data", problems=problems) for model in models]
-        data = next((sources[0] for sources in checked if sources), None)
-        if data and config.eval_fraction:
-            share = HeldOut(fraction=config.eval_fraction, seed=config.data_seed, wanted=True)
-            data = replace(data, held_out=share)
-        data_sets[source] = data
+    for source in config.data:
+        for model in models:  # with the tokenizer of each
+            for data in check_sources([source], config, model.tokenizer, key="data", problems=problems):
+                data_sets[source] = replace(data, held_out=share)
     distributed.raise_together([*dict.fromkeys(problems)])
     for each in candidates:
         if left := each.facts.size.plain_expert_params:

@@ -30,7 +30,7 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data import tokens as preparing
 from dsft.data.formats import FormatRules, FormattedSource, format_rules
 from dsft.data.sources import HeldOut, Row, find_sources
-from dsft.data.tokens import StoreWriter, Tokens, fingerprint, prepare
+from dsft.data.tokens import Tokens, fingerprint, prepare, write_store
 from dsft.data.training_data import check_sources, load_training_data
 from dsft.errors import UserError
 from dsft.models.tokenizer import load_tokenizer
@@ -352,7 +352,7 @@ def test_a_text_file_goes_with_rows_whose_text_has_another_name(tokenizer, tmp_p
     counts = loaded(made, tokenizer).counts
     assert counts["tokens"] == len(tokenizer(text)["input_ids"]) + len(tokenizer("big")["input_ids"]) + 2
     problems: list[str] = []
-    options = EvalConfig(model="m", data=made.data, text_column="content", seq_len=32, data_cache=made.data_cache)
+    options = EvalConfig(model="m", data=made.data, text_column="content", mode="rolling", data_cache=made.data_cache)
     (data,) = check_sources(options.data, options, tokenizer, key="data", problems=problems)
     assert problems == [] and build_windows(data, options, tokenizer).document_bytes.tolist() == [len(text), 3]
 
@@ -376,7 +376,7 @@ def test_data_sets_of_the_hub(tokenizer, tmp_path, config, monkeypatch):
     data = loaded(config(**entries, data_name="other"), tokenizer)
     texts = [tokenizer.decode(part.stores[0].tokens[:-1]) for part in (data.items, data.held_out)]
     assert ["small train[:50%]" in texts[0], "other validation" in texts[1]] == [True, True]
-    with pytest.raises(UserError, match="ns/nothing is neither a file here .*: FileNotFoundError: no data set"):
+    with pytest.raises(UserError, match="ns/nothing is neither a file .*: FileNotFoundError: no data set"):
         loaded(config(data=["ns/nothing"]), tokenizer)
 
 
@@ -407,10 +407,8 @@ def tokens_of(*samples: list[int], **counts: int) -> Tokens:
 
 @pytest.mark.parametrize(("largest", "dtype"), [(65_535, "uint16"), (65_536, "int32")])
 def test_every_id_of_a_vocabulary_is_kept_in_the_smallest_type(tmp_path, largest, dtype):
-    with StoreWriter(tmp_path / "store", largest_id=largest) as writer:
-        writer.append(tokens_of([0, largest], [largest - 1]))
-        writer.append(tokens_of([1, 2, largest]))
-        store = writer.finish(source="here", is_text=False)
+    parts = [tokens_of([0, largest], [largest - 1]), tokens_of([1, 2, largest])]
+    store = write_store(tmp_path / "store", parts, source="here", is_text=False, largest_id=largest)
     assert store.tokens.dtype == dtype and store.tokens.tolist() == [0, largest, largest - 1, 1, 2, largest]
     assert store.ends.tolist() == [2, 3, 6] and store.trained.tolist() == [token % 2 == 0 for token in store.tokens]
     assert store.counts["tokens"] == 6 and store.counts["trained_tokens"] == int(store.trained.sum())
@@ -419,11 +417,10 @@ def test_every_id_of_a_vocabulary_is_kept_in_the_smallest_type(tmp_path, largest
 
 def test_weights_are_read_where_any_is_other_than_0_and_1(tmp_path):
     for first, expected in ((0.5, [0.5, 0, 0, 1]), (1, None)):
-        with StoreWriter(tmp_path / f"{first}", largest_id=9, has_weights=True) as writer:
-            weights = np.array([first, 0], np.float32)
-            writer.append(dataclasses.replace(tokens_of([6, 7]), weights=weights))
-            writer.append(tokens_of([3, 8]))
-            store = writer.finish(source="here", is_text=False)
+        weighted = dataclasses.replace(tokens_of([6, 7]), weights=np.array([first, 0], np.float32))
+        parts = [weighted, tokens_of([3, 8])]
+        place = tmp_path / f"{first}"
+        store = write_store(place, parts, source="here", is_text=False, largest_id=9, has_weights=True)
         assert (None if store.weights is None else store.weights.tolist()) == expected
 
 

@@ -178,5 +178,5 @@ def test_a_chat_is_scored_in_the_sequences_that_a_training_makes_of_it(tiny, tmp
     source = source_of(EvalConfig(model=["unused"], data=[str(data)]), tokenizer)
     tokens = Answers().tokens(source.source.first_batch(), source.rules, tokenizer)
     assert tokenizer.decode(tokens.ids[tokens.trained], skip_special_tokens=True) == "".join(answers)
-    assert tokens.document_bytes.tolist() == [len("".join(answers))]
+    assert tokens.documents["document_bytes"].tolist() == [len("".join(answers))]
     assert len(tokens.ends) == 2 and tokens.row_ends.tolist() == [tokens.ends[1]]
