@@ -194,9 +194,9 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
     problems: list[str] = []
     sources = check_sources([data], config, tokenizer, key="data", problems=problems)
     raise_if_any(problems)
-    rows, rules = sources[0].batches(), sources[0].rules
-    batches = Documents(max_documents=config.max_documents).batches(rows, rules)
-    samples = [sample for batch in batches for sample in TokensBuilder(batch, rules).samples]
+    rules = sources[0].rules
+    rows = Documents(max_documents=config.max_documents).rows(sources[0].rows(), rules)
+    samples = TokensBuilder([*rows], rules).samples
     if rules.is_text:
         texts = [sample.text for sample in samples]
         return texts, [re.match(r"(?:\s*\S+){0,8}", text)[0] for text in texts]

@@ -236,10 +236,9 @@ def count_tokens(run: TrainingRun) -> float | None:
         return None
     tokens = 0.0
     for each in run.data:
-        num_rows = sum(len(batch.rows) for batch in each.batches())
-        batch = each.source.first_batch()
-        sample = dataclasses.replace(batch, rows=batch.rows[:TOKENISED_ROWS])
-        tokens += num_rows * len(tokenise(sample, each.rules, run.tokenizer).ids) / len(sample.rows)
+        num_rows = sum(row.values is not None for row in each.rows())
+        sample = each.source.first_rows()[:TOKENISED_ROWS]
+        tokens += num_rows * len(tokenise(sample, each.rules, run.tokenizer).ids) / len(sample)
     return tokens
 
 

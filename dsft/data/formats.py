@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from dsft.config.options import DataFields
-from dsft.data.sources import Batch, HeldOut, Row, Source
+from dsft.data.sources import HeldOut, Row, Source
 
 COLUMNS = {
     "messages": ("messages",),
@@ -155,10 +155,10 @@ class FormattedSource:
     held_out: HeldOut | None = None  # the share of the rows that is read; None for all of them
     unused: tuple[str, ...] = ()  # columns of the first rows that are not read
 
-    def batches(self) -> Iterator[Batch]:
+    def rows(self) -> Iterator[Row]:
         """Reads the rows in order."""
-        batches = self.source.batches()
-        return self.held_out.batches(batches) if self.held_out else batches
+        rows = self.source.rows()
+        return self.held_out.rows(rows) if self.held_out else rows
 
     def __str__(self) -> str:
         return f"{self.source.name} ({self.rules.format})"

@@ -17,8 +17,9 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 from os.path import getsize
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -50,22 +51,39 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class Row(NamedTuple):
     """A row of a source; a text file is one row."""
 
-    values: dict[str, Any]  # by column
-    number: int  # from 1 in its file or data set: the line where the format has lines, else the row
+    values: dict[str, Any] | None  # by column; None if `map_row` left it out
+    number: int = 1  # from 1 in its file or data set: the line where the format has lines, else the row
+    place: str = ""  # the file, or the data set's name
+
+    def where(self) -> str:
+        has_lines = ending(self.place) in (".txt", ".jsonl", ".csv", ".tsv")
+        return f"{self.place}, {'line' if has_lines else 'row'} {self.number}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(NamedTuple):
     """Some rows of one file or hub data set."""
 
     rows: list[Row]
-    place: str  # the file, or the data set's name
-    first: int = 0  # documents before it (evaluation)
-    left_out: int = 0  # rows between those of `rows` that `map_row` left out
+    first: int = 0  # rows before it
 
-    def where(self, row: Row) -> str:
-        has_lines = ending(self.place) in (".txt", ".jsonl", ".csv", ".tsv")
-        return f"{self.place}, {'line' if has_lines else 'row'} {row.number}"
+
+def batched(rows: Iterable[Row]) -> Iterator[Batch]:
+    """Forms batches in order."""
+    first = 0
+    for _, of_place in groupby(rows, key=lambda row: row.place):
+        batch: list[Row] = []
+        size = 0
+        for row in of_place:
+            batch.append(row)
+            size += len(str(row.values))
+            if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
+                yield Batch(batch, first)
+                first += len(batch)
+                batch = []
+                size = 0
+        if batch:
+            yield Batch(batch, first)
+            first += len(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,27 +120,14 @@ class Source:
             return sum(map(getsize, self.files))
         return _load_from_hub(*self.hub).data.nbytes
 
-    def batches(self) -> Iterator[Batch]:
+    def rows(self) -> Iterator[Row]:
         """Reads all rows in order; UserError names the file and line, or the data set, that cannot be read."""
         for place in self.files or self.hub[:1]:
-            batch: list[Row] = []
-            size = left_out = 0
             for row in self._rows_of(place):
+                row = row._replace(place=place)
                 if self.map_row:
-                    where = functools.partial(Batch(rows=[], place=place).where, row)
-                    if (values := user_code.mapped(self.map_row, row.values, where)) is None:
-                        left_out += 1
-                        continue
-                    row = row._replace(values=values)
-                batch.append(row)
-                size += len(str(row.values))
-                if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
-                    yield Batch(rows=batch, place=place, left_out=left_out)
-                    batch = []
-                    size = 0
-                    left_out = 0
-            if batch or left_out:
-                yield Batch(rows=batch, place=place, left_out=left_out)
+                    row = row._replace(values=user_code.mapped(self.map_row, row.values, row.where))
+                yield row
 
     def _rows_of(self, place: str) -> Iterator[Row]:
         if self.hub:
@@ -130,14 +135,14 @@ class Source:
                 yield Row(dict(values), number)
         elif ending(place) == ".txt":
             for row in read_file(place):
-                yield Row({self.text_column: row.values["text"]}, 1)
+                yield Row({self.text_column: row.values["text"]})
         else:
             yield from read_file(place)
 
-    def first_batch(self) -> Batch:
-        for batch in self.batches():
-            if batch.rows:
-                return batch
+    def first_rows(self) -> list[Row]:
+        """Reads as many as a batch has."""
+        for batch in batched(row for row in self.rows() if row.values is not None):
+            return batch.rows
         raise UserError(f"{self.name} contains no rows, or map_row leaves all of them out")
 
 
@@ -156,17 +161,19 @@ class HeldOut:
         generator = random.Random(f"{self.seed} {block}")
         return number == generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
 
-    def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def rows(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Leaves out the rows that are not wanted."""
-        first = 0
-        for batch in batches:
-            if ending(batch.place) == ".txt":
-                rows = [row._replace(values=self._part_of_text(row.values)) for row in batch.rows]
+        number = 0
+        for row in rows:
+            if row.values is None:
+                if not self.wanted:
+                    yield row
+            elif ending(row.place) == ".txt":
+                yield row._replace(values=self._part_of_text(row.values))
             else:
-                numbered = enumerate(batch.rows, start=first)
-                rows = [row for number, row in numbered if self.is_held_out(number) == self.wanted]
-                first += len(batch.rows)
-            yield replace(batch, left_out=0 if self.wanted else batch.left_out, rows=rows)
+                if self.is_held_out(number) == self.wanted:
+                    yield row
+                number += 1
 
     def _part_of_text(self, values: dict[str, str]) -> dict[str, str]:
         ((column, text),) = values.items()

@@ -41,7 +41,7 @@ from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from dsft.config.options import DataFields
 from dsft.data.chats import TEMPLATE_ERRORS, Rendered, Spans, render_chat
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, format_rules
-from dsft.data.sources import Batch, Row
+from dsft.data.sources import Batch, Row, batched
 from dsft.errors import UserError, limited_time, one_line
 from dsft.job import beat as watchdog
 from dsft.runtime.console import progress_bar
@@ -95,9 +95,9 @@ class Tokens:
         return self.weights != 0
 
 
-def tokenise(batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def tokenise(rows: list[Row], rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Turns rows into token sequences; UserError names a row that cannot be used, where `bad_rows` is error."""
-    return tokenise_samples(TokensBuilder(batch, rules), tokenizer)
+    return tokenise_samples(TokensBuilder(rows, rules), tokenizer)
 
 
 def tokenise_samples(builder: "TokensBuilder", tokenizer: PreTrainedTokenizerBase) -> Tokens:
@@ -175,25 +175,25 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int
 class TokensBuilder:
     """Collects the sequences of rows under the rules for length and for rows without a trained token."""
 
-    def __init__(self, batch: Batch, rules: FormatRules):
+    def __init__(self, rows: list[Row], rules: FormatRules):
         self.rules = rules
-        self.counts = Counter(rows=len(batch.rows))
-        if batch.left_out:
-            self.counts["left_out_by_map_row"] = batch.left_out
+        self.read_rows = [row for row in rows if row.values is not None]
+        self.counts = Counter(rows=len(self.read_rows))
+        if left_out := len(rows) - len(self.read_rows):
+            self.counts["left_out_by_map_row"] = left_out
         self.first: dict[str, str] = {}
         self.size = 0
         self.ids: list[np.ndarray] = []
         self.weights: list[np.ndarray] = []  # float32, of the loss of each token
         self.ends: list[int] = []
         self.row_ends: list[int] = []
-        self.batch = batch
         self.place = ""  # of the row at hand
         self.is_too_long = False  # whether it has a sequence that is
         # Of each row.
         self.samples: list[Sample] = []
         self.are_too_long: list[bool] = []
-        for row in batch.rows:
-            self.place = batch.where(row)
+        for row in self.read_rows:
+            self.place = row.where()
             sample = None
             try:
                 sample = canonical(row, rules)
@@ -205,8 +205,8 @@ class TokensBuilder:
 
     def rows(self) -> Iterator[Sample]:
         """Yields the sample of each row; what is added before the next one is the row's."""
-        for row, sample in zip(self.batch.rows, self.samples, strict=True):
-            self.place = self.batch.where(row)
+        for row, sample in zip(self.read_rows, self.samples, strict=True):
+            self.place = row.where()
             self.is_too_long = False
             yield sample
             self.row_ends.append(self.size)
@@ -313,12 +313,12 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     tool = {"type": "function", "function": {"name": "look_up", "description": "looks up", "parameters": place}}
     rows = []
     for messages in chats:
-        rows.append(Row({"messages": messages, "tools": [tool] if calling in messages else []}, 1))
+        rows.append(Row({"messages": messages, "tools": [tool] if calling in messages else []}))
         if calling in messages:  # of a template that renders no tools, which a system message describes
-            rows.append(Row({"messages": [{"role": "system", "content": "look_up(word)"}, *messages]}, 1))
+            rows.append(Row({"messages": [{"role": "system", "content": "look_up(word)"}, *messages]}))
     # A template without tools has no end of calls: such chats are dropped.
     rules = format_rules(rows, DataFields(bad_rows="drop", seq_len=1 << 20))
-    tokens = tokenise(Batch(rows=rows, place="chats"), rules, tokenizer)
+    tokens = tokenise(rows, rules, tokenizer)
     is_last = tokens.trained & ~np.append(tokens.trained[1:], False)
     return list(dict.fromkeys(tokens.ids[is_last].tolist()))
 
@@ -475,13 +475,13 @@ class Preparation:
     which are part of the fingerprint. Worker processes get a copy.
     """
 
-    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
-        """Yields the batches to be tokenised."""
-        return batches
+    def rows(self, rows: Iterator[Row], rules: FormatRules) -> Iterator[Row]:
+        """Yields the rows to be tokenised."""
+        return rows
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         """Tokenises a batch; raises UserError with file and line of a row that cannot be used."""
-        return tokenise(batch, rules, tokenizer)
+        return tokenise(batch.rows, rules, tokenizer)
 
 
 TRAINING = Preparation()
@@ -547,7 +547,7 @@ def _write(
     if rules.form is Chat and source.size_bytes >= WORKERS_FROM_BYTES:
         workers = max(1, min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES))
     bar = progress_bar(is_shown=show_progress, desc=f"Preparing {name}", unit=" tokens", unit_scale=True)
-    batches = preparation.batches(data.batches(), rules)
+    batches = batched(preparation.rows(data.rows(), rules))
     tokenise_batch = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
 
     def shown_parts() -> Iterator[Tokens]:

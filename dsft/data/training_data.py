@@ -61,8 +61,8 @@ def check_sources(
     sources = []
     for source in find_sources(entries, config, key=key, problems=problems):
         try:
-            batch = source.first_batch()
-            rows = batch.rows[:CHECKED_ROWS]
+            first_rows = source.first_rows()
+            rows = first_rows[:CHECKED_ROWS]
             rules = format_rules(rows, config)
             if tokenizer is not None:
                 if rules.form is Chat and not tokenizer.chat_template:
@@ -71,9 +71,9 @@ def check_sources(
                         " one with chat_template (alpaca, chatml), use a tokenizer of a chat model, or prompt and"
                         " completion columns"
                     )
-                if ending(batch.place) != ".txt":  # one long row
-                    tokenise(replace(batch, rows=rows), rules, tokenizer)
-            unused = unused_columns(batch.rows, rules)
+                if ending(rows[0].place) != ".txt":  # one long row
+                    tokenise(rows, rules, tokenizer)
+            unused = unused_columns(first_rows, rules)
             unused = tuple(name for name in unused if name not in getattr(config, "group_by", ()))
             sources.append(FormattedSource(source=source, rules=rules, unused=unused))
         except UserError as error:

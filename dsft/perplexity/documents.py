@@ -50,14 +50,8 @@ class Documents(Preparation):
     max_documents: int | None = None  # only the first so many; no further row is read
     version: int = 10  # of the stored data; part of the fingerprint, like all fields
 
-    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
-        first = 0
-        for batch in batches:
-            rows = batch.rows[: None if self.max_documents is None else self.max_documents - first]
-            yield replace(batch, rows=rows, first=first)
-            first += len(rows)
-            if first == self.max_documents:
-                return
+    def rows(self, rows: Iterator[Row], rules: FormatRules) -> Iterator[Row]:
+        return islice((row for row in rows if row.values is not None), self.max_documents)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +76,7 @@ class Texts(Documents):
                 )
             start.insert(0, eos if bos is None else bos)
         adds_end = self.separator == "eos" and not (special and closes_texts(tokenizer))
-        builder = TokensBuilder(batch, rules)
+        builder = TokensBuilder(batch.rows, rules)
         texts = [sample.text if sample else "" for sample in builder.samples]
         joined = texts
         if self.separator not in ("eos", "none"):
@@ -107,12 +101,11 @@ class JoinedTexts(Texts):
 
     bos: str = "auto"
 
-    def batches(self, batches: Iterator[Batch], rules: FormatRules) -> Iterator[Batch]:
-        texts = []
-        for batch in super().batches(batches, rules):
-            texts += [sample.text for sample in TokensBuilder(batch, rules).samples if sample]
+    def rows(self, rows: Iterator[Row], rules: FormatRules) -> Iterator[Row]:
+        samples = TokensBuilder([*super().rows(rows, rules)], rules).samples
+        texts = [sample.text for sample in samples if sample]
         if texts:
-            yield replace(batch, rows=[Row({"text": "\n\n".join(texts)}, number=1)], first=0)
+            yield Row({"text": "\n\n".join(texts)})
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         plain = replace(rules, format="text", text_column="text", prompt_template=None, completion_template=None)
@@ -124,7 +117,7 @@ class Answers(Documents):
     """Prepares prompts with completions, and chats; only the tokens that training learns count."""
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        builder = TokensBuilder(batch, rules)
+        builder = TokensBuilder(batch.rows, rules)
         tokens = tokenise_samples(builder, tokenizer)
         texts = []
         bounds = pairwise([0, *tokens.row_ends.tolist()])
@@ -222,11 +215,11 @@ def group_documents(column: str, data: FormattedSource, config: EvalConfig, wind
     """Return [D] texts: each document's value of `column`. Raises UserError if the data has no such column, it has too
     many values, or the protocol joins all documents.
     """
-    columns = dict.fromkeys(name for row in data.source.first_batch().rows for name in row.values)
+    columns = dict.fromkeys(name for row in data.source.first_rows() for name in row.values)
     if column not in columns:
         raise UserError(f"group_by={column}: no such column in {data.source.name}; it has {', '.join(columns)}")
-    rows = (row for batch in data.batches() for row in batch.rows)
-    values = [row.values.get(column) for row in islice(rows, config.max_documents)]
+    rows = Documents(max_documents=config.max_documents).rows(data.rows(), data.rules)
+    values = [row.values.get(column) for row in rows]
     labels = ["(none)" if value is None else str(value) for value in values]
     if len(set(labels)) > MOST_GROUPS:
         raise UserError(f"group_by={column}: the column has more than {MOST_GROUPS:,} values; name another")

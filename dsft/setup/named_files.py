@@ -44,7 +44,7 @@ def check_named_files(options: TrainConfig | EvalConfig) -> list[str]:
             if source.hub:
                 continue
             try:
-                format_rules(source.first_batch().rows, options)
+                format_rules(source.first_rows(), options)
             except UserError as error:
                 problems += [f"{key}: {problem}" for problem in error.problems]
             except ValueError as error:

@@ -20,7 +20,7 @@ from chat_corpus import CHATS, TEMPLATES, TRL, tokenizer_for
 from dsft.config.options import TrainConfig
 from dsft.data.chats import _forms, chat_ids
 from dsft.data.formats import TURN_FLAGS, canonical, format_rules
-from dsft.data.sources import Batch, Row
+from dsft.data.sources import Row
 from dsft.data.tokens import Tokens, stop_tokens, tokenise
 from dsft.errors import UserError
 
@@ -38,12 +38,8 @@ REFUSALS = {
 
 
 def made(chat: dict, tokenizer, **options) -> Tokens:
-    rows = [Row(chat, 1)]
-    return tokenise(
-        Batch(rows=rows, place="rows.jsonl"),
-        format_rules(rows, TrainConfig(**({"seq_len": 9999} | options))),
-        tokenizer,
-    )
+    rows = [Row(chat, 1, "rows.jsonl")]
+    return tokenise(rows, format_rules(rows, TrainConfig(**({"seq_len": 9999} | options))), tokenizer)
 
 
 def answers(tokens: Tokens, tokenizer) -> list[list[str]]:
@@ -398,7 +394,7 @@ def test_a_message_of_a_role_that_the_template_leaves_out_is_refused(role):
     for chat in chats:
         rules = format_rules([Row(chat, 1)], TrainConfig())
         with pytest.raises(UserError, match=rf"message . \({role}\): the chat template does not render its content"):
-            tokenise(Batch(rows=[Row(chat, 1)], place="rows.jsonl"), rules, tokenizer)
+            tokenise([Row(chat)], rules, tokenizer)
 
 
 def test_a_template_without_a_token_that_stops_gets_the_end_token_or_is_refused():

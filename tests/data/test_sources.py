@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from dsft.config.options import TrainConfig
-from dsft.data.sources import HeldOut, find_sources, read_file
+from dsft.data.sources import HeldOut, batched, find_sources, read_file
 from dsft.errors import UserError
 
 
@@ -101,7 +101,7 @@ def test_batches_are_bounded_by_their_size_in_every_format(tmp_path):
         pyarrow.table({"messages": [[{"role": "user", "content": "x" * 100_000}]] * 50}), tmp_path / "a.parquet"
     )
     source = find_sources([str(tmp_path / "a.parquet")], TrainConfig(), key="data", problems=[])[0]
-    assert [len(batch.rows) for batch in source.batches()] == [11, 11, 11, 11, 6]
+    assert [len(batch.rows) for batch in batched(source.rows())] == [11, 11, 11, 11, 6]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_other_endings_of_files(tmp_path, name):
     content = b"prompt\tcompletion\nb\tc\n" if name == "a.tsv" else jsonl(rows)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
     (source,) = find_sources([str(tmp_path / name)], TrainConfig(), key="data", problems=[])
-    assert [row.values for batch in source.batches() for row in batch.rows] == rows
+    assert [row.values for row in source.rows()] == rows
 
 
 def find(entry, key: str = "data", **options) -> tuple[list[str], list[str]]:
@@ -229,5 +229,5 @@ def test_a_text_beyond_the_limit_is_refused(tmp_path, monkeypatch):
 def test_a_share_of_a_text_is_cut_at_white_space_of_any_kind(tmp_path):
     (tmp_path / "a.txt").write_text("a line\nanother\tcell and more")
     (source,) = find_sources([str(tmp_path / "a.txt")], TrainConfig(), key="data", problems=[])
-    (batch,) = HeldOut(fraction=0.6, seed=0, wanted=True).batches(source.batches())
-    assert batch.rows[0].values == {"text": "\tcell and more"}
+    (row,) = HeldOut(fraction=0.6, seed=0, wanted=True).rows(source.rows())
+    assert row.values == {"text": "\tcell and more"}

@@ -11,7 +11,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from dsft.config.options import TrainConfig
 from dsft.data.formats import format_rules
-from dsft.data.sources import Batch, Row
+from dsft.data.sources import Row
 from dsft.data.tokens import Tokens, bytes_of_tokens, encode, tokenise
 from dsft.errors import UserError
 from dsft.models.model_folder import load_template
@@ -32,12 +32,8 @@ def tokenizer(tiny):
 
 
 def made(values: list[dict], tokenizer, **options) -> Tokens:
-    return made_of_rows([Row(row, number) for number, row in enumerate(values, start=1)], tokenizer, **options)
-
-
-def made_of_rows(rows: list[Row], tokenizer, **options) -> Tokens:
-    config = TrainConfig(**({"seq_len": 64} | options))
-    return tokenise(Batch(rows=rows, place="rows.jsonl"), format_rules(rows, config), tokenizer)
+    rows = [Row(row, number, "rows.jsonl") for number, row in enumerate(values, start=1)]
+    return tokenise(rows, format_rules(rows, TrainConfig(**({"seq_len": 64} | options))), tokenizer)
 
 
 def trained(tokens: Tokens, tokenizer, index: int | None = None) -> str:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.api import evaluate_all
 from dsft.config.options import EvalConfig
-from dsft.data.sources import BATCH_ROWS
+from dsft.data.sources import BATCH_ROWS, Batch
 from dsft.data.tokens import FACTS
 from dsft.data.training_data import check_sources
 from dsft.perplexity.documents import Answers, build_windows
@@ -176,7 +176,7 @@ def test_a_chat_is_scored_in_the_sequences_that_a_training_makes_of_it(tiny, tmp
     turns = [[{"role": "user", "content": "a step"}, {"role": "assistant", "content": text}] for text in answers]
     data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns[0] + turns[1]}])
     source = source_of(EvalConfig(model=["unused"], data=[str(data)]), tokenizer)
-    tokens = Answers().tokens(source.source.first_batch(), source.rules, tokenizer)
+    tokens = Answers().tokens(Batch(source.source.first_rows()), source.rules, tokenizer)
     assert tokenizer.decode(tokens.ids[tokens.trained], skip_special_tokens=True) == "".join(answers)
     assert tokens.documents["document_bytes"].tolist() == [len("".join(answers))]
     assert len(tokens.ends) == 2 and tokens.row_ends.tolist() == [tokens.ends[1]]
