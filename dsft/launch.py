@@ -504,7 +504,8 @@ class _Job:
                 signal.signal(number, handler)
             if self.store:
                 self.store.is_closed = True
-            self.env_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that is read-only by now
+                self.env_file.unlink()
         return self._exit_code()
 
     def _exit_code(self) -> int:

@@ -276,7 +276,8 @@ def main() -> None:
             answer = measure_rank(output_dir=question["output_dir"], quick=question["quick"])
         except Exception as error:  # of torch and of NCCL, of many kinds
             answer = {"error": one_line(error)[:400]}
-    os.write(1, f"{MARK}{json.dumps(answer)}\n".encode())  # at once: the ranks of a node have one output
+    # At once, and on a line of its own: the ranks of a node have one output, and a shell's greeting may not end.
+    os.write(1, f"\n{MARK}{json.dumps(answer)}\n".encode())
     os._exit(0)  # other ranks may have exited already, and a shutdown would wait for them
 
 

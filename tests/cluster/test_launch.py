@@ -38,7 +38,7 @@ def through_ssh(four_hosts, folder):
     """The first way, which the others must agree with: (result, losses). The shells of the hosts greet who logs in."""
     greetings = [host.home / ".bashrc" for host in four_hosts]
     for file in greetings:
-        file.write_text("echo Welcome\n")
+        file.write_text("echo Welcome; printf again\n")
     hostfile = four_hosts.hostfile(folder / "hostfile", [1, 1])
     words = f"--hostfile {hostfile} train --config {folder}/run.yaml --output_dir {folder}/ssh --zero 3".split()
     command = [*LAUNCH, *words, "--run_name", RUN_NAME]

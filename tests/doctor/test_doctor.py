@@ -1,7 +1,9 @@
 """`dsft doctor`: what is wrong with nodes is named; the examination of this machine is real."""
 
 import copy
+import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -95,6 +97,13 @@ def test_wrong_sums_stragglers_and_folders_that_are_not_shared_are_named():
 def test_a_node_that_does_not_answer_is_named_with_its_reason(script, message):
     finding = answers_of("n1", ["bash", "-c", script], seconds=1)
     assert (finding.code, finding.where, finding.message) == ("no-answer", "n1", message)
+
+
+def test_a_shell_that_greets_without_a_new_line_hides_no_answer():
+    question = {"output_dir": None, "quick": True}
+    command = shlex.join([sys.executable, "-m", "dsft.doctor.run", "rank", json.dumps(question)])
+    (answer,) = answers_of("n1", ["bash", "-c", f"printf Welcome; {command}"], seconds=60)
+    assert "RANK expected" in answer["error"]
 
 
 def test_this_machine_is_examined_with_two_ranks(tmp_path):

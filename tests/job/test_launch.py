@@ -97,6 +97,12 @@ def test_what_pdsh_prints_is_read_to_its_end_without_a_screen(tmp_path, monkeypa
         assert job.process.wait(10) == 0
 
 
+def test_a_job_keeps_its_code_on_a_disk_that_is_read_only_by_now(tmp_path):
+    (tmp_path / "file").touch()
+    fields = {"nodes": [], "store": None, "env_file": tmp_path / "file" / "env", "saves": True, "lost_timeout": 1.0}
+    assert _Job(command=["sh", "-c", "exit 4"], **fields).run() == 4
+
+
 def test_no_secret_reaches_a_command_line():
     environment = {"HF_TOKEN": "s", "HF_HOME": "/a", "MLFLOW_TRACKING_URI": "https://u:p@host", "NCCL_IB_PKEY": "1"}
     assert forwarded(environment).keys() == {"HF_HOME", "NCCL_IB_PKEY", "PYTHONPATH"}
