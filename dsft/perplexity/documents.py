@@ -61,7 +61,7 @@ class Texts(Documents):
     bos: str  # the option
     separator: str = "none"  # the option, for joined documents
     prefix: Literal["", "once", "always"] = ""
-    """Whether each document begins with BOS, else EOS, as context only; "once" only if the tokenizer adds no BOS."""
+    """Whether each document begins with BOS, else EOS, as context only; "once": unless it already begins with BOS."""
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         special = self.bos == "auto"

@@ -68,7 +68,7 @@ def evaluation_config(
 
 
 def shared_options(options: Mapping[str, Any], run_folder: str | None = None) -> dict[str, Any]:
-    """Return the options that an evaluation must share with a training; a run's relative paths start at the folder that
+    """Return the options that an evaluation must share with a training; a run's paths are relative to the folder that
     it was started in.
     """
     shared = {}
