@@ -1,7 +1,7 @@
-"""Defines what is scored: a data set as one row of tokens, which ranks map from a store on disk, the windows in which a
-model sees it, 24 bytes each, and which tokens of these count.
+"""Defines what is scored: a data set as one row of tokens, memory-mapped from a store on disk, the windows in which a
+model sees it, 24 bytes each, and the tokens in them that count.
 
-`--mode` names a `Mode` by what it does, `--protocol` by the paper or tool that reports "the perplexity" of a model so.
+`--mode` names a `Mode` by what it does, `--protocol` by the paper or tool that reports "the perplexity" in this way.
 The docstring of its function is the exact definition.
 """
 
@@ -24,37 +24,37 @@ if TYPE_CHECKING:  # options are checked against the modes before torch and tran
     from dsft.data.tokens import Store
 
 WITHOUT_POSITIONS = 2048
-"""Tokens of a window if a model has no positions (DEFAULT_MAX_LENGTH in lm_eval/models/utils.py)."""
+"""Window length for a model without positions (DEFAULT_MAX_LENGTH in lm_eval/models/utils.py)."""
 Spans = Iterable[tuple[int, int, int]]  # start, end and scored_from of windows
 Prepare = Callable[..., "Store"]
-"""Prepares the data set, or finds it prepared: as a kind of `documents.py` with these fields."""
+"""Returns the prepared data set, for a kind in `documents.py` and its fields."""
 
 
 @dataclass(kw_only=True)
 class Windows:
-    """The tokens of all documents one after the other, and slices of them.
+    """The concatenated tokens of all documents, and windows over them.
 
-    Window w feeds tokens[start : end - 1] and predicts tokens[scored_from : end], of which those with `scorable` count.
+    Window w feeds tokens[start : end - 1] and predicts tokens[scored_from : end]; those with `scorable` count.
     """
 
-    tokens: np.ndarray  # [F] uint16 or int32, mapped if they come from a store
-    scorable: np.ndarray  # [F] bool; false for prefix tokens and what is masked in training
-    document_ends: np.ndarray  # [D] int64: where each document ends in `tokens`
+    tokens: np.ndarray  # [F] uint16 or int32, memory-mapped if they come from a store
+    scorable: np.ndarray  # [F] bool; False for prefix tokens and tokens that training masks
+    document_ends: np.ndarray  # [D] int64: end of each document in `tokens`
     spans: np.ndarray  # [W, 3] int64: start, end, scored_from
     document_bytes: np.ndarray  # [D] int64: UTF-8 bytes of the part of each document's text that is scored
     document_words: np.ndarray  # [D] int64
-    document_hashes: np.ndarray  # [D] uint64, of the texts, whatever the tokenizer; empty in training
+    document_hashes: np.ndarray  # [D] uint64, of the texts, independent of the tokenizer; empty in training
     mode: str = "training"
-    truncated_documents: int = 0  # answers cut to seq_len; their cut-off tokens are not scored
+    truncated_documents: int = 0  # answers truncated to seq_len; tokens beyond are not scored
     first_token: int | None = None  # fed in place of the first token of every window
     tokens_hash: str = ""
-    """Of all tokens, as the store has it."""
+    """Of all tokens, from the store."""
     weights: np.ndarray | None = None
-    """[W] float64: how a protocol weighs the tokens of each window; None for all alike."""
+    """[W] float64: a protocol's weight for the tokens of each window; None for equal weights."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """[W]: tokens that each window feeds to the model."""
+        """[W]: number of tokens that each window feeds to the model."""
         return self.spans[:, 1] - self.spans[:, 0] - 1
 
     @property
@@ -62,7 +62,7 @@ class Windows:
         return np.concatenate([[0], self.document_ends])[:-1]
 
     def excerpts(self, tokens: int) -> list[list[int]]:
-        """Return up to `tokens` of each document, half of them before the first that may be scored."""
+        """Return up to `tokens` of each document, half of them before the first scorable one."""
         excerpts = []
         for start, end in zip(self.document_starts, self.document_ends, strict=True):
             first = start + int(self.scorable[start:end].argmax()) if end > start else start
@@ -71,11 +71,11 @@ class Windows:
         return excerpts
 
     def documents_of(self, places: np.ndarray) -> np.ndarray:
-        """Return which documents contain these places in `tokens`."""
+        """Return the indices of the documents that contain these positions in `tokens`."""
         return np.searchsorted(self.document_ends, places, side="right")
 
     def inputs_and_targets(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ([T], [T]) of a window: fed tokens, and for each position the token to predict or -100."""
+        """Return ([T], [T]) for a window: the input tokens, and for each position the token to predict or -100."""
         start, end, scored_from = self.spans[window]
         tokens = np.asarray(self.tokens[start:end], dtype=np.int64)
         targets = np.where(self.scorable[start + 1 : end], tokens[1:], IGNORED)
@@ -85,18 +85,18 @@ class Windows:
         return tokens[:-1], targets
 
     def hashes(self) -> dict[str, str]:
-        """Hash the texts, their tokens, and the windows over these: together all that a result depends on."""
+        """Hash the texts, their tokens, and the windows: together all data that a result depends on."""
         first_token = -1 if self.first_token is None else self.first_token
         texts = hashlib.sha256(
             np.ascontiguousarray(self.document_hashes)
-        )  # not what a tokenizer lets be scored of them
+        )  # not of the text that a tokenizer makes scorable
         windows = hashlib.sha256(np.ascontiguousarray(self.spans))
         windows.update(np.array([first_token]))
         return {"texts": texts.hexdigest(), "tokens": self.tokens_hash, "windows": windows.hexdigest()}
 
     def scored_bytes(self, bytes_V: np.ndarray, blank: int) -> np.ndarray:
         """Return [D] `document_bytes` without those of tokens that no window scores. Args: `bytes_V`: UTF-8 bytes of
-        the text that each token stands for; `blank`: how many more a document's first token has there.
+        each token's text; `blank`: how many of them a document's first token does not have.
         """
         is_unscored = np.ones(len(self.tokens), bool)
         for _, end, scored_from in self.spans:
@@ -109,15 +109,15 @@ class Windows:
         return np.maximum(self.document_bytes - unscored_D, 0)
 
     def scored_places(self, window: int) -> np.ndarray:
-        """Return the places in `tokens` of the scored tokens of a window, in order."""
+        """Return the positions in `tokens` of a window's scored tokens, in order."""
         _, end, scored_from = self.spans[window]
         return np.arange(scored_from, end)[self.scorable[scored_from:end]]
 
 
 @functools.lru_cache(maxsize=1)
 def windows_of_held_out(held_out: "Sequences") -> Windows:
-    """Make a window of each sequence of a training's held-out data, once for all of its evaluations. Intervals are over
-    documents, which a window may contain several of, or a part of one.
+    """Return a window for each sequence of a training's held-out data, once for all of its evaluations. Intervals are
+    over documents; a window may contain several, or a part of one.
     """
     stores = held_out.stores
     befores = np.cumsum([0, *(len(store.tokens) for store in stores)])
@@ -137,8 +137,8 @@ def windows_of_held_out(held_out: "Sequences") -> Windows:
 
 
 def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document: bool = False) -> Windows:
-    """Cut all documents as one text, or each by itself. `spans_of`: (start, end) of a text -> its windows. A chat may
-    have several texts, which answers are scored in.
+    """Cut all documents as one text, or each separately, into windows. `spans_of`: (start, end) of a text -> its
+    windows. A chat may have several texts, in which answers are scored.
     """
     texts = [(0, len(store.tokens))]
     if each_document:
@@ -157,25 +157,25 @@ def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document:
 
 
 def disjoint_spans(start: int, end: int, length: int, *, scored_from: int = 1, full: bool = False) -> Spans:
-    """Yield windows over tokens[start:end] one after the other. Args: `scored_from`: place within the window of the
-    first scored token; those before it are context; `full`: leave out a last window that is not full.
+    """Yield windows over tokens[start:end] without overlap. Args: `scored_from`: position in the window of the first
+    scored token; those before it are context; `full`: leave out a last window that is not full.
     """
     for begin in range(start, end - length + 1 if full else end, length):
         yield begin, min(begin + length, end), begin + scored_from
 
 
 def rolling_spans(start: int, end: int, length: int) -> Spans:
-    """Yield windows over tokens[start:end], whose first token is the prefix."""
+    """Yield windows over tokens[start:end]; the first token is the prefix."""
     predicted_to = start + 1
     while predicted_to < end:
         stop = min(predicted_to + length, end)
-        # At least one token of context; the last window is filled up with context (but the first starts at the prefix).
+        # At least one token of context; the last window is filled up with context, but no earlier than the prefix.
         yield max(start, min(predicted_to - 1, stop - length - 1)), stop, predicted_to
         predicted_to = stop
 
 
 def sliding_spans(start: int, end: int, length: int, stride: int) -> Spans:
-    """Yield windows over tokens[start:end], each `stride` further, none scoring what an earlier one did."""
+    """Yield windows over tokens[start:end] with this stride; each token is scored in one of them only."""
     scored_to = start + 1
     for begin in range(start, end, stride):
         stop = min(begin + length, end)
@@ -187,17 +187,17 @@ def sliding_spans(start: int, end: int, length: int, stride: int) -> Spans:
 
 
 def _windows(config: EvalConfig, prepare: Prepare) -> Windows:
-    """Documents, a separator after each, are joined and cut into windows of L tokens that do not overlap. The first
-    token of a window is context only. It is the view that finetuning trains on (`data/`), which has no empty texts.
+    """Documents, each followed by a separator, are concatenated and cut into windows of L tokens without overlap. The
+    first token of a window is context only. Finetuning trains on the same view (`data/`), which has no empty texts.
     """
     store = prepare("texts", bos=config.bos, separator=config.separator)
     return cut(store, partial(disjoint_spans, length=config.seq_len))
 
 
 def _sliding(config: EvalConfig, prepare: Prepare) -> Windows:
-    """Windows of L tokens, each S further. A window scores what the one before it did not reach, so every token but the
-    first is scored once, with at least L - S tokens of context (transformers' documentation, "Perplexity of
-    fixed-length models"). Over the corpus, or each document by itself.
+    """Windows of L tokens with stride S. A window scores the tokens that the one before it did not reach, so every
+    token except the first is scored once, with at least L - S tokens of context (transformers' documentation,
+    "Perplexity of fixed-length models"). Over the corpus, or each document separately.
     """
     spans_of = partial(sliding_spans, length=config.seq_len, stride=config.stride or config.seq_len // 2)
     if config.scope == "document":
@@ -206,32 +206,32 @@ def _sliding(config: EvalConfig, prepare: Prepare) -> Windows:
 
 
 def _rolling(config: EvalConfig, prepare: Prepare) -> Windows:
-    """Each document by itself, after a prefix token (BOS, else EOS), in windows of L predicted tokens with one token of
-    context. The last window has as much context as fits. A BOS that the tokenizer puts before a text is that prefix.
+    """Each document separately, after a prefix token (BOS, else EOS), in windows of L predicted tokens with one token
+    of context. The last window has as much context as fits. A BOS that the tokenizer adds to a text is that prefix.
     """
     store = prepare("texts", bos=config.bos, prefix="once")
     return cut(store, partial(rolling_spans, length=config.seq_len), each_document=True)
 
 
 def _lm_eval(config: EvalConfig, prepare: Prepare) -> Windows:
-    """As rolling, but a BOS that the tokenizer puts before a text comes after the prefix and is scored, as it is by
+    """As rolling, but a BOS that the tokenizer adds to a text follows the prefix and is scored, as in
     lm-evaluation-harness (`loglikelihood_rolling` in lm_eval/models/huggingface.py and `get_rolling_token_windows` in
-    lm_eval/utils.py, version 0.4.13). It reports word and byte perplexity and bits per byte.
+    lm_eval/utils.py, version 0.4.13), which reports word and byte perplexity and bits per byte.
     """
     store = prepare("texts", bos="auto", prefix="always")
     return cut(store, partial(rolling_spans, length=config.seq_len), each_document=True)
 
 
 def _answers(config: EvalConfig, prepare: Prepare) -> Windows:
-    """Prompts with completions, or chats: only what finetuning trains on is scored."""
+    """Prompts with completions, or chats: only the tokens that finetuning trains on are scored."""
     return cut(prepare("answers"), lambda start, end: [(start, end, min(start + 1, end))], each_document=True)
 
 
 def _gptq(config: EvalConfig, prepare: Prepare, scored_from: int = 1) -> Windows:
     """All texts joined by two newlines and tokenised once, BOS as the tokenizer adds it. Windows of 2,048 tokens, or
-    the model's positions if these are fewer, do not overlap. What does not fill a window is dropped, and the first
-    token of a window is context only. `llama_eval` in llama.py of IST-DASLab/gptq and its `get_wikitext2`, of which
-    many papers on quantisation carry copies.
+    the model's positions if these are fewer, without overlap. A rest that does not fill a window is dropped, and the
+    first token of a window is context only. `llama_eval` in llama.py of IST-DASLab/gptq and its `get_wikitext2`; many
+    papers on quantisation use copies of them.
     """
     store = prepare("joined")
     if len(store.tokens) < config.seq_len:
@@ -240,7 +240,7 @@ def _gptq(config: EvalConfig, prepare: Prepare, scored_from: int = 1) -> Windows
             f" the data has {len(store.tokens):,}; use more data, a smaller seq_len, or no protocol"
         )
     windows = cut(store, partial(disjoint_spans, length=config.seq_len, scored_from=scored_from, full=True))
-    # Part of the text is not scored, and how many bytes that part has is not known.
+    # The number of bytes in the part that is not scored is unknown.
     windows.document_bytes = np.zeros(len(windows.document_ends), dtype=np.int64)
     windows.document_words = windows.document_bytes
     return windows
@@ -248,21 +248,21 @@ def _gptq(config: EvalConfig, prepare: Prepare, scored_from: int = 1) -> Windows
 
 def _llama_cpp(config: EvalConfig, prepare: Prepare) -> Windows:
     """The text tokenised once, in windows of 512 tokens; BOS replaces the first of each if the tokenizer adds one.
-    The tokens behind the middle are scored, and what does not fill a window is dropped. `perplexity` in
-    tools/perplexity/perplexity.cpp of ggml-org/llama.cpp. That tool reads one file: a .txt file is taken as it is,
+    The tokens after the middle are scored, and a rest that does not fill a window is dropped. `perplexity` in
+    tools/perplexity/perplexity.cpp of ggml-org/llama.cpp. That tool reads one file: a .txt file is used unchanged,
     other data is joined by two newlines.
     """
     return _gptq(config, prepare, scored_from=config.seq_len // 2 + 1)
 
 
 def _hf(config: EvalConfig, prepare: Prepare) -> Windows:
-    """Joined and tokenised as gptq, in sliding windows of 1,024 tokens, or the model's positions if these are fewer,
-    each 512 further (`stride`). "Perplexity of fixed-length models" in the documentation of transformers. Its code
-    weighs the mean of a window with one token less than the window scores, but for the first window; so does this.
+    """Joined and tokenised as in gptq, in sliding windows of 1,024 tokens, or the model's positions if these are fewer,
+    with `stride` 512. "Perplexity of fixed-length models" in the documentation of transformers. As in its code, the
+    mean of each window except the first has the weight of one token less than the window scores.
     """
     store = prepare("joined")
     stride = config.stride or min(512, config.seq_len // 2)
-    if stride >= config.seq_len:  # the length may be the model's, which is known only now
+    if stride >= config.seq_len:  # the length may be the model's, which was unknown before
         raise UserError(
             f"stride={stride}: must be less than the {config.seq_len} tokens of a window of protocol={config.protocol}"
         )
@@ -277,13 +277,13 @@ def _hf(config: EvalConfig, prepare: Prepare) -> Windows:
 class Mode:
     windows: Callable[[EvalConfig, Prepare], Windows]
     is_text: bool = True
-    """Whether it is of texts, else of prompts with completions and chats."""
+    """Whether it is for texts, else for prompts with completions and chats."""
     scores_text_alone: bool = False
-    """All bytes of the texts are scored, and no token that a tokenizer puts before or between them."""
+    """Whether all bytes of the texts are scored, and no token that a tokenizer adds before or between them."""
     bos_replaces_first: bool = False
-    """BOS is fed in place of the first token of every window, if the tokenizer puts one before a text."""
+    """Whether BOS replaces the first input token of every window, if the tokenizer adds one to a text."""
     seq_len: int | None = None
-    """Of a protocol: tokens of a window if the user names none; at most the model's positions, which None takes."""
+    """A protocol's default window length, at most the model's positions; None for all positions."""
 
 
 MODES = {
@@ -292,16 +292,16 @@ MODES = {
     "rolling": Mode(windows=_rolling, scores_text_alone=True),
     "answers": Mode(windows=_answers, is_text=False),
 }
-"""Values of the option `mode`. `auto` takes the first of texts, or of prompts with completions and chats."""
+"""Values of the option `mode`. `auto` is the first that fits the data."""
 PROTOCOLS = {
     "gptq": Mode(windows=_gptq, seq_len=2048),
     "llama.cpp": Mode(windows=_llama_cpp, bos_replaces_first=True, seq_len=512),
     "lm-eval": Mode(windows=_lm_eval),
     "hf": Mode(windows=_hf, seq_len=1024),
 }
-"""Values of the option `protocol`, whose perplexity is exp of its weighted mean of nats; only hf has weights."""
+"""Values of the option `protocol`. Perplexity is exp of the weighted mean of nats; only hf has weights."""
 WINDOW_OPTIONS = ("bos", "separator", "stride", "scope", "too_long")
-"""All options that some mode reads: part of every result's fingerprint."""
+"""All options that a mode reads: part of every result's fingerprint."""
 
 
 def find_mode(name: str) -> Mode:
@@ -310,7 +310,7 @@ def find_mode(name: str) -> Mode:
 
 
 def mode_problems(config: EvalConfig) -> list[str]:
-    """List options that the mode or protocol does not read: windows that slide have another perplexity."""
+    """List options that the mode or protocol does not read, although they would change the perplexity."""
     unread: list[str] = []
     reader = f"mode={config.mode}"
     if config.protocol:
@@ -328,8 +328,8 @@ def mode_problems(config: EvalConfig) -> list[str]:
 
 
 def protocol_config(config: EvalConfig, positions: int | None) -> EvalConfig:
-    """Return the options with the length of window of their protocol. Args: `positions`: of the model; None if there is
-    no limit.
+    """Return the options with the window length of their protocol. Args: `positions`: of the model; None if there is no
+    limit.
     """
     if not config.protocol or config.has_seq_len:
         return config

@@ -1,11 +1,11 @@
-"""Makes the result of what the windows scored, and computes 95 % intervals of ratios of sums, such as nats per token.
+"""Computes a result from the sums of the windows, and 95 % intervals of ratios of sums, such as nats per token.
 
 Tokens of one document depend on each other, so intervals are over whole documents. The interval is the ratio plus and
 minus its jackknife standard error (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11) times the
-quantile of Student's t. If few documents contain most tokens, the degrees of freedom are one less than the number of
-documents of one length that would be as certain, 1 / sum of squared shares (Kish, Survey Sampling, 1965, section 11.7).
-Where a single document is scored, blocks of neighbouring windows are the units (batch means), as long as their measured
-autocorrelation asks for; below 60 windows there is no interval.
+quantile of Student's t. If few documents contain most tokens, the degrees of freedom are one less than the effective
+number of documents, 1 / sum of squared shares (Kish, Survey Sampling, 1965, section 11.7).
+If a single document is scored, the units are blocks of neighbouring windows (batch means), with a length that follows
+from their measured autocorrelation; below 60 windows there is no interval.
 
 Shape suffixes: D documents, W windows, B blocks, U units, K sums of each.
 """
@@ -21,14 +21,14 @@ from dsft.errors import TrainingStopped
 from dsft.perplexity.modes import Windows
 from dsft.units import in_digits
 
-STEPS = 2.0**28  # of a nat. fp32 logits above 1/32 have no finer ones.
-FEWEST_DOCUMENTS = 2  # with fewer scored documents, blocks of windows are kept too: intervals are computed over them
-FEWEST_BLOCKS = 60  # of a single document: the autocorrelation of fewer cannot be measured
+STEPS = 2.0**28  # per nat; fp32 logits above 1/32 are no finer
+FEWEST_DOCUMENTS = 2  # with fewer scored documents, intervals are over blocks of windows
+FEWEST_BLOCKS = 60  # of a single document: with fewer the autocorrelation cannot be measured
 MOST_BLOCKS = 1_000
 FEWEST_MERGED = 5
 LEVEL = 0.95
 ONE_DOCUMENT = "one document"
-LONG_SHARE = 0.2  # of the tokens, from which on the longest document is worth a line
+LONG_SHARE = 0.2  # of the tokens, above which the longest document is reported
 
 Interval = tuple[float, float]
 
@@ -68,15 +68,15 @@ class Perplexity:
     document_pairs: np.ndarray
     """[K - 1, D] float64: with a reference, the sums of COLUMNS of `results.py` after the first; else [0, D]."""
     block_nats: np.ndarray
-    """[B] float64: of neighbouring windows, in the order of the text; empty if enough documents are scored."""
+    """[B] float64: of blocks of neighbouring windows, in text order; empty if enough documents are scored."""
     block_tokens: np.ndarray
     """[B] int64."""
     fed_tokens: int
-    """Tokens fed to the model now, over all ranks; less than in all windows if a part was known already."""
+    """Tokens fed to the model in this run, over all ranks; less than in all windows if it was resumed."""
     reported_loss: float
-    """Mean of nats as the protocol weighs them; without a protocol the same as `loss`."""
+    """Mean nats with the protocol's weights; without a protocol the same as `loss`."""
     reference_loss: float = math.nan
-    """The same of the reference; NaN without one."""
+    """The same for the reference; NaN without one."""
 
     @property
     def documents(self) -> int:
@@ -92,16 +92,16 @@ class Perplexity:
 
     @property
     def unscored_documents(self) -> int:
-        """Documents without a token to score: of one token, for example."""
+        """Number of documents without a scored token, such as those of one token."""
         return int((self.document_tokens == 0).sum())
 
     @property
     def longest_share(self) -> float:
-        """Of the scored tokens, the share of the document that has most."""
+        """Share of the scored tokens in the document with most."""
         return float(self.document_tokens.max() / self.tokens)
 
     def of_documents(self, wanted_D: np.ndarray) -> "Perplexity":
-        """Return the result as if only these documents had been scored; the others stay, without a token."""
+        """Return the result as if only these documents had been scored; the others remain, without tokens."""
         wanted_D = wanted_D & (self.document_tokens > 0)
         nats_D = np.where(wanted_D, self.document_nats, 0.0)
         tokens_D = np.where(wanted_D, self.document_tokens, 0)
@@ -123,12 +123,12 @@ class Perplexity:
 
     @property
     def loss(self) -> float:
-        """Mean of nats per token."""
+        """Mean nats per token."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """What is reported: exp of `reported_loss`."""
+        """The reported value: exp of `reported_loss`."""
         return exp(self.reported_loss)
 
     @property
@@ -150,8 +150,8 @@ def exp(value: float) -> float:
 
 
 def add_up(windows: Windows, sums_KC: np.ndarray, *, fed_tokens: int) -> Perplexity:
-    """Make the result. Args: `sums_KC`: as `scoring.sum_tokens` returns them, of all documents, then of all windows.
-    Raises TrainingStopped if some are NaN or infinite.
+    """Return the result. Args: `sums_KC`: from `scoring.sum_tokens`, for all documents, then for all windows.
+    Raises TrainingStopped if a document's loss is NaN or infinite.
     """
     number = len(windows.document_ends)
     *steps_KD, tokens_D, unsound_D = sums_KC[:, :number]
@@ -188,7 +188,7 @@ def merge_blocks(nats_B: np.ndarray, tokens_B: np.ndarray) -> tuple[np.ndarray, 
 
     With r the measured lag-1 autocorrelation, a merged block has 3 (2 r / (1 - r^2))^(2/3) B^(1/3) of B blocks. That is
     three times Carlstein's length (The use of subseries values, Annals of Statistics, 1986), since with his the
-    interval of a few hundred windows is too short. At least 5 blocks are left.
+    interval of a few hundred windows is too short. At least 5 blocks remain.
     """
     number = len(nats_B)
     residual_B = nats_B - tokens_B * (nats_B.sum() / tokens_B.sum())
@@ -196,7 +196,7 @@ def merge_blocks(nats_B: np.ndarray, tokens_B: np.ndarray) -> tuple[np.ndarray, 
     length = 1
     if variance > 0:
         correlation = (residual_B[1:] * residual_B[:-1]).sum() / variance
-        correlation += (1 + 4 * correlation) / number  # what the estimate is too low by (Marriott and Pope, 1954)
+        correlation += (1 + 4 * correlation) / number  # bias of the estimate (Marriott and Pope, 1954)
         correlation = min(max(correlation, 0.0), 0.97)
         length = math.ceil(3 * (2 * correlation / (1 - correlation**2)) ** (2 / 3) * number ** (1 / 3))
     merged = max(number // max(length, 1), FEWEST_MERGED)
@@ -206,18 +206,18 @@ def merge_blocks(nats_B: np.ndarray, tokens_B: np.ndarray) -> tuple[np.ndarray, 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultIntervals:
-    """The 95 % intervals of one result, as its report has them; NaN if there are fewer than two units."""
+    """The 95 % intervals of one result, as in its report; NaN if there are fewer than two units."""
 
     level: float = LEVEL
     units: str
-    """Over what they are computed."""
+    """Over which they are computed, in words."""
     perplexity: Interval
     nats_per_token: Interval
     bits_per_byte: Interval
 
 
 def result_intervals(result: Perplexity) -> ResultIntervals:
-    """Compute the intervals of one result. Bit-identical wherever numpy and scipy are the same."""
+    """Compute the intervals of one result. Bit-identical for the same numpy and scipy."""
     sums_KU, units = units_of(result, result.document_nats, result.block_nats, is_scored_D=result.document_tokens > 0)
     low, high = ratio_interval(sums_KU, 1)
     per_byte = tuple(bound / math.log(2) for bound in ratio_interval(sums_KU, 2))
@@ -228,14 +228,14 @@ def result_intervals(result: Perplexity) -> ResultIntervals:
 def units_of(
     result: Perplexity, documents_D: np.ndarray, blocks_B: np.ndarray | None, *, is_scored_D: np.ndarray
 ) -> tuple[np.ndarray, str]:
-    """Choose the units of a result: [3, U] float64, their sums of what is given, then tokens, then bytes; and what they
-    are, such as "31 documents" or "43 blocks of neighbouring windows".
+    """Choose the units of a result. Returns [3, U] float64, their sums of the given values, tokens and bytes; and a
+    description such as "31 documents" or "43 blocks of neighbouring windows".
 
-    A block has the bytes that its tokens have in the mean: where in the text its windows end is not known.
+    A block has the mean bytes of its tokens, since the position of its windows in the text is unknown.
 
     Args:
-        documents_D: a sum of each document.
-        blocks_B: the same of each block of windows; None if there are none to use.
+        documents_D: a sum for each document.
+        blocks_B: the same for each block of windows; None if there are none to use.
         is_scored_D: which documents count.
     """
     number = int(is_scored_D.sum())
@@ -253,7 +253,7 @@ def ratio_interval(sums_KU: np.ndarray, below: int, base_KU: np.ndarray | None =
     NaN if there are fewer than two units, or nothing to divide by.
 
     Args:
-        base_KU: of the same units of another result, whose ratio is subtracted.
+        base_KU: sums of another result over the same units, whose ratio is subtracted.
     """
     ratio = 0.0
     without_U = np.zeros(sums_KU.shape[1])
@@ -276,7 +276,7 @@ def ratio_interval(sums_KU: np.ndarray, below: int, base_KU: np.ndarray | None =
 
 
 def in_words(interval: Iterable[float | None], write: Callable[[float], str] = in_digits) -> str:
-    """Write an interval as "1,740 to 1,831 (95 %)", or "no interval" if there are too few units for one."""
+    """Format an interval as "1,740 to 1,831 (95 %)", or "no interval" if there are too few units."""
     low, high = interval
     if low is None or math.isnan(low):
         return "no interval"
@@ -284,5 +284,5 @@ def in_words(interval: Iterable[float | None], write: Callable[[float], str] = i
 
 
 def sign_test(better: int, worse: int) -> float:
-    """Return the two-sided exact p-value of so many documents better and worse, were both equally likely."""
+    """Return the exact two-sided p-value of these numbers of documents if better and worse are equally likely."""
     return float(min(1.0, 2 * bdtr(min(better, worse), better + worse, 0.5)))
