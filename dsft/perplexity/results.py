@@ -1,12 +1,12 @@
 """The result of an evaluation, and its files. Results are read without torch.
 
-documents.parquet                 a row for each document of each model, data set and protocol, of which a new result
-                                  replaces the one before; its metadata has the reports, as later evaluations read them
+documents.parquet                 a row for each document of each model, data set and protocol; a new result replaces an
+                                  earlier one of the same three; its metadata contains the reports for later evaluations
 perplexity.json                   the reports, for people and other programs
-partial/FINGERPRINT/rank-0.jsonl  while it runs: a line for each batch that this rank scored, to resume from
-tokens.parquet/FINGERPRINT/       with save_tokens: a part for each rank of a table with a row for each scored token
+partial/FINGERPRINT/rank-0.jsonl  during a run: a line for each batch that this rank scored, to resume from
+tokens.parquet/FINGERPRINT/       with save_tokens: a table with a row for each scored token, one file per rank
 
-Batches do not depend on the number of ranks, so another number may resume. Evaluations with save_tokens do not resume.
+Batches do not depend on the number of ranks, so any number can resume. Evaluations with save_tokens do not resume.
 """
 
 import contextlib
@@ -46,23 +46,23 @@ if TYPE_CHECKING:  # results are read without torch
 REPORTS = "perplexity.json"
 DOCUMENTS = "documents.parquet"
 COLUMNS = ("nats", "reference_nats", "kl", "reverse_kl", "same_top")
-"""Rows of what `scoring.score` returns of two models; the first is the model's own."""
+"""Rows that `scoring.score` returns for two models; the first is the model's."""
 SHOWN_GROUPS = 20
-GROUP = "group_"  # column of documents.parquet, before the name of a grouping
+GROUP = "group_"  # prefix of a grouping's column in documents.parquet
 DOCUMENT_COLUMNS = ("nats", "tokens", "bytes", "words")
 """Columns of documents.parquet that contain the `document_` arrays of a Perplexity."""
 RESULT_FIELDS = (
     *("perplexity", "nats", "tokens", "reported_loss", "reference_loss", "bytes", "words", "word_perplexity"),
     *("byte_perplexity", "bits_per_byte", "documents", "unscored_documents", "fed_tokens"),
 )
-"""What a report has of its Perplexity by the same name."""
+"""Fields of a Perplexity that its report contains by the same name."""
 Key = tuple[str, str, str]
-"""Model, data, protocol, the last is empty without one: a later result of the same replaces an earlier one."""
+"""Model, data and protocol (empty without one): a new result replaces an earlier one with the same key."""
 TOKEN_COLUMNS = pyarrow.schema({"document": "int64", "position": "int64", "token": "int32", "nats": "float64"})
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinite numbers, also inside of lists and dictionaries, by None: JSON has neither."""
+    """Replace NaN and infinite numbers by None, also inside lists and dictionaries: JSON has neither."""
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -75,7 +75,7 @@ def on_data(data: str, protocol: str | None) -> str:
 
 
 def frame(columns: Any) -> Any:
-    """Return a pandas.DataFrame of columns, or of rows that are dictionaries."""
+    """Return a pandas.DataFrame from columns, or from rows that are dictionaries."""
     import pandas  # takes a second, and comes with datasets
 
     return pandas.DataFrame(columns)
@@ -83,7 +83,7 @@ def frame(columns: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """How far a model's predictions are from those of a reference; means are over scored tokens."""
+    """The distance of a model's predictions from a reference's; means are over scored tokens."""
 
     reference: str
     reference_perplexity: float
@@ -92,23 +92,23 @@ class Divergence:
     reverse_kl: float
     """Mean KL(model || reference) in nats."""
     same_top: float
-    """Share of the tokens for which both rank the same token first."""
+    """Share of the tokens for which both have the same top prediction."""
     intervals: dict[str, Interval] = field(compare=False)  # may be NaN
     """The 95 % intervals over documents of kl, reverse_kl and same_top."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One result and how it came about."""
+    """One result and how it was computed."""
 
     perplexity: Perplexity
     model: str
     data: str
     protocol: str | None
-    """As the option; then `perplexity` of the report is that protocol's."""
+    """The option; with it, `perplexity` in the report is that protocol's."""
     mode: str
     options: dict[str, Any]
-    """seq_len, stride, scope, bos, separator, dtype, batch_tokens ... as they were."""
+    """Values of seq_len, stride, scope, bos, separator, dtype, batch_tokens ..."""
     zero: str
     ranks: int
     machine: str
@@ -116,28 +116,28 @@ class Evaluation:
     reference: str | None
     """The option."""
     tokens_folder: str | None
-    """With save_tokens: where they are."""
+    """With save_tokens: their folder."""
     truncated_documents: int
-    """Answers cut to seq_len; their cut-off tokens are not scored."""
+    """Answers truncated to seq_len; tokens beyond are not scored."""
     seconds: float
-    """Scoring alone, without loading; of this run, if an earlier one had scored a part."""
+    """Of scoring, without loading; of this run alone if it was resumed."""
     peak_memory_bytes: dict[str, int]
     """Of the rank that needed most: "host", and "gpu" if there is one."""
     model_hash: str
-    """Of the files of the model and of its base, by blocks of them; the same for a copy."""
+    """Of blocks of the files of the model and its base; the same for a copy."""
     hashes: dict[str, str]
-    """Of the "texts", their "tokens" and the "windows" over these: results are compared if they are the same."""
+    """Of the "texts", their "tokens" and the "windows": results are compared if they are the same."""
     fingerprint: str
-    """Of all that the result depends on, see `evaluation.py`."""
+    """Of everything that the result depends on, see `evaluation.py`."""
     versions: dict[str, str]
     verified_difference: float | None = None
     """With verify: the largest |nats - plain nats| / plain nats of the documents that were scored again."""
     document_groups: dict[str, np.ndarray] = field(default_factory=dict)
-    """[D] with group_by: the value of each document, by column."""
+    """[D] with group_by: each document's value, by column."""
     document_texts: list[str] = field(default_factory=list)
-    """Some of each document's text, from where it is scored."""
+    """An excerpt of each document, from its scored part."""
     is_known: bool = False
-    """Whether an earlier evaluation made it."""
+    """Whether it is from an earlier evaluation."""
 
     def report(self) -> dict[str, Any]:
         """Return the report for perplexity.json; the modes are defined in dsft/perplexity/modes.py."""
@@ -157,7 +157,7 @@ class Evaluation:
         return finite(report)
 
     def documents(self) -> dict[str, Any]:
-        """Return the columns of documents.parquet, a row for each document."""
+        """Return the columns of documents.parquet, one row per document."""
         result = self.perplexity
         columns = {
             "model": [self.model] * result.documents,
@@ -180,7 +180,7 @@ class Evaluation:
 
     @functools.cached_property
     def groups(self) -> dict[str, list[dict[str, Any]]]:
-        """By column: group, nats, tokens, perplexity and its interval of each value that has scored tokens."""
+        """By column: group, nats, tokens, perplexity and its interval for each value with scored tokens."""
         groups: dict[str, list[dict[str, Any]]] = {}
         for name, labels_D in self.document_groups.items():
             groups[name] = []
@@ -223,7 +223,7 @@ class Evaluation:
         return "\n".join(f"{name:<24}" + value.replace("\n", "\n" + 24 * " ") for name, value in rows)
 
     def summary(self) -> dict[str, str]:
-        """Return the rows of a table about the result, for the screen."""
+        """Return the rows of the printed table."""
         result = self.perplexity
         interval = in_words(self.intervals.perplexity, "{:,.4f}".format)
         units = f"over {self.intervals.units}"
@@ -281,8 +281,8 @@ class Evaluation:
 
 
 class Results:
-    """The results in a folder, of this evaluation and of earlier ones; rank 0 reads and writes. Collective: every rank
-    makes one. Raises UserError if a file that is there cannot be read.
+    """The results in a folder, of this evaluation and earlier ones; rank 0 reads and writes. Collective: every rank
+    creates one. Raises UserError if a file cannot be read.
     """
 
     def __init__(self, folder: Path):
@@ -313,8 +313,8 @@ class Results:
             ) from None
 
     def find(self, about: Mapping[str, Any]) -> Evaluation | None:
-        """Find a result that was the same in everything that counts. Collective. Args: `about`: what is known of it
-        before it is scored.
+        """Return an earlier result with the same fingerprint, or None. Collective. Args: `about`: fields of the
+        Evaluation that are known before scoring.
         """
         same = [each for each in self.evaluations.values() if each.fingerprint == about["fingerprint"]]
         folder = about["tokens_folder"]
@@ -323,11 +323,11 @@ class Results:
         evaluation = distributed.on_rank_0(lambda: same[0] if same else None)
         if evaluation is None:
             return None
-        # A copy of a model or of its data has the same result, and output_dir may have been moved.
+        # A copy of the model or data has the same result, and output_dir may have been moved.
         return replace(evaluation, model=about["model"], data=about["data"], tokens_folder=folder)
 
     def add(self, evaluation: Evaluation) -> None:
-        """Put a result, new or known, behind all others; a new one is on the disk from then on. Collective."""
+        """Append a result, new or known, and write all results to disk. Collective."""
 
         def write() -> None:
             self.evaluations.pop(evaluation.key, None)
@@ -345,7 +345,7 @@ class Results:
 
 
 def read_back(report: dict[str, Any], table: pyarrow.Table) -> Evaluation:
-    """Make the evaluation again whose report and documents these are."""
+    """Return the evaluation that this report and these documents describe."""
     pairs = [table[name].to_numpy() for name in (COLUMNS[1:] if report["reference"] else ())]
     reference_loss = report["reference_loss"]
     perplexity = Perplexity(
@@ -365,12 +365,12 @@ def read_back(report: dict[str, Any], table: pyarrow.Table) -> Evaluation:
 
 
 class Recorder:
-    """Takes every batch that this rank scores: writes what resuming needs, or the scored tokens. Collective: every rank
-    makes one.
+    """Writes the state for a resume, or the scored tokens, of every batch that this rank scores. Collective: every rank
+    creates one.
 
     Args:
-        partial: folder of the lines of this evaluation; None if it cannot be resumed.
-        tokens: folder of the scored tokens; None if they are not kept.
+        partial: folder for the lines of this evaluation; None if it cannot be resumed.
+        tokens: folder for the scored tokens; None if they are not saved.
     """
 
     def __init__(self, windows: Windows, *, partial: Path | None = None, tokens: Path | None = None):
@@ -378,26 +378,26 @@ class Recorder:
         self.partial = partial
         self.tokens = tokens
         self.scored_before: dict[int, list[Any]] = {}
-        """Index of a batch -> cells and sums of `scoring.sum_tokens`, the same on every rank."""
+        """Index of a batch -> cells and sums from `scoring.sum_tokens`, the same on every rank."""
         if partial:
             partial.mkdir(parents=True, exist_ok=True)
-            # Nodes may not share the folder, so what is known is the union over all ranks, before anyone appends.
+            # Nodes may not share the folder, so lines are collected from all ranks, before any rank appends.
             lines = []
             for path in sorted(partial.glob("rank-*.jsonl")):
                 for line in path.read_text(encoding="utf-8").splitlines():
-                    with contextlib.suppress(ValueError):  # of the line that was written when the rank was killed
+                    with contextlib.suppress(ValueError):  # the line that was being written when the rank was killed
                         lines.append(json.loads(line))
             self.scored_before = dict(distributed.from_all(lines))
             self._file = (partial / f"rank-{distributed.rank()}.jsonl").open("a", encoding="utf-8")
         if tokens:
-            shutil.rmtree(tokens, ignore_errors=True)  # of an evaluation that was interrupted
+            shutil.rmtree(tokens, ignore_errors=True)  # from an interrupted evaluation
             distributed.wait_for_all()
             tokens.mkdir(parents=True, exist_ok=True)
-            self._document_starts = windows.document_starts  # once: it takes a pass over all documents
+            self._document_starts = windows.document_starts  # once: a pass over all documents
             self._parts = pyarrow.parquet.ParquetWriter(tokens / f"rank-{distributed.rank()}.parquet", TOKEN_COLUMNS)
 
     def record(self, batch: int, places_N: np.ndarray, nats_N: "torch.Tensor", sums: list[Any]) -> None:
-        """Take a scored batch: places of its tokens, their nats, and their cells and sums."""
+        """Write a scored batch: positions of its tokens, their nats, and their cells and sums."""
         if self.partial:
             self._file.write(f"\n{json.dumps([batch, sums])}")
             self._file.flush()
@@ -412,12 +412,12 @@ class Recorder:
             self._parts.write_table(pyarrow.table(columns).cast(TOKEN_COLUMNS))
 
     def close(self) -> None:
-        """Finish the tokens."""
+        """Close the file of tokens."""
         if self.tokens:
             self._parts.close()
 
     def remove(self) -> None:
-        """Remove the lines, which are not needed any more once the result is written. Collective."""
+        """Remove the lines, which are not needed after the result is written. Collective."""
         if self.partial:
             self._file.close()
             distributed.wait_for_all()

@@ -3,15 +3,15 @@
     windows --form_batches--> batches --score, one rank each--> nats of tokens --sum over ranks--> result
 
 perplexity = exp(nats / tokens), where nats is the sum of -ln p(token | tokens before it in its window) over all scored
-tokens, log-softmax in fp32 whatever the model's dtype. Batches are formed from the data alone. Nats of a token are
-rounded to a multiple of 2^-28 and added up as whole numbers, so that sums are exact in any order and grouping.
+tokens, with log-softmax in fp32 for any dtype of the model. Batches depend only on the data. Nats of a token are
+rounded to a multiple of 2^-28 and added up as integers, so that sums are exact in any order and grouping.
 
-The logits of all positions never exist: they come in tiles (`models/chunked_head.py`). A head that can be computed
-alone is given some rows of hidden states at a time; a model whose head cannot scores one window at a time.
+The logits of all positions never exist at once: they are computed in tiles (`models/chunked_head.py`). A head that can
+run alone gets some rows of hidden states at a time; a model whose head cannot scores one window at a time.
 
-With a reference its predictions are compared, over the vocabulary V with logits z of the model and r of the reference:
+A reference's predictions are compared over the vocabulary V, with logits z of the model and r of the reference:
 
-    KL(reference || model) = sum_V p_r (ln p_r - ln p_z)      the information that the model loses
+    KL(reference || model) = sum_V p_r (ln p_r - ln p_z)      information that the model loses
     KL(model || reference) = sum_V p_z (ln p_z - ln p_r)
     same top               whether both have the same top token
 
@@ -40,15 +40,15 @@ from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import IGNORED, in_digits
 
-MOST_NATS = 1e6  # of a token: beyond it a model is broken, and whole numbers would overflow
-LEAST = -1e30  # below any logit but -inf, which whole parts of the vocabulary may be
+MOST_NATS = 1e6  # of a token: beyond it the model is broken, and integers would overflow
+LEAST = -1e30  # below any logit except -inf, which a whole part of the vocabulary may have
 
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply float32 without TF32 inside a `with`, whatever the option `tf32` or the environment sets.
+    """Multiply float32 without TF32 inside a `with`, regardless of the option `tf32` and the environment.
 
-    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which images of NVIDIA set, speaks to cuBLAS's own setting.
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which NVIDIA's images set, changes cuBLAS's own setting.
     """
     everywhere = torch.backends
     products = torch.backends.cuda.matmul
@@ -57,7 +57,7 @@ def exact_products() -> Iterator[None]:
     try:
         yield
     finally:
-        # "none" follows what is set everywhere, also by a later training of this process.
+        # "none" follows the global setting, also of a later training in this process.
         everywhere.fp32_precision = before[0]
         products.fp32_precision = "none"
         if products.fp32_precision != before[1]:
@@ -65,16 +65,16 @@ def exact_products() -> Iterator[None]:
 
 
 _is_split: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""Whether the head of a model can be computed alone, as all its ranks found."""
+"""Whether a model's head can be computed alone, as found on all ranks."""
 
 
 def can_be_split(scorer: ChunkedHead, device: torch.device) -> bool:
-    """Return whether the head can be computed alone. Collective if the model is sharded; tried once for a model, since
-    it then takes two gathers of all weights.
+    """Return whether the head can be computed alone. Collective if the model is sharded; tried once per model, since
+    sharded weights are gathered twice.
     """
     model = scorer.model
     if model not in _is_split:
-        # Tokens that differ: a row of padding may be all zeros, in which every way of computing agrees.
+        # Different tokens: a row of padding may be all zeros, for which every way of computing agrees.
         spread = torch.arange(1, 9, device=device) * (scorer.config.get_text_config().vocab_size // 9)
         _is_split[model] = scorer.agrees(spread[None])
         if not _is_split[model]:
@@ -104,12 +104,12 @@ def evaluate_windows(
     """Compute the perplexity of `model` on `windows`. Collective: every rank must call it.
 
     Args:
-        batch_tokens: tokens of one forward, padding included; a longer window is a batch of its own.
+        batch_tokens: tokens of one forward, padding included; a longer window is a separate batch.
         collective_forward: the model is sharded (ZeRO-3), so ranks without work must take part in every forward.
         reference: predicts the same tokens, for `document_pairs` of the result.
-        recorder: knows what an interrupted evaluation scored, and takes what is scored now.
-        team: of the ranks that share each window.
-        in_parts: compute heads alone that can be; else every window is scored by itself, with all its logits.
+        recorder: has the batches of an interrupted evaluation, and records new ones.
+        team: the ranks that share each window.
+        in_parts: compute heads alone if they can be; else every window is scored alone, with all its logits.
 
     Raises:
         TrainingStopped: if a document's loss is NaN or infinite, naming the first such document.
@@ -117,7 +117,7 @@ def evaluate_windows(
     was_training = model.training
     models = [model] if reference is None else [model, reference]
     rules, *others = (row_rules(each.eval()) for each in models)
-    for other in others:  # which rows may share a batch of all models, and how it is padded
+    for other in others:  # batches must suit all models
         rules = rules.joined(other)
     rules = dataclasses.replace(rules, multiple=team.size)
     dummy = torch.full((1, 8 * team.size), pad_token_id, device=device)
@@ -126,7 +126,7 @@ def evaluate_windows(
         scorer.is_split = in_parts and can_be_split(scorer, device)
         if not scorer.is_split:
             batch_tokens = 1
-    lengths_W = windows.lengths  # once: it takes a pass over all windows
+    lengths_W = windows.lengths  # once: a pass over all windows
     batches = form_batches(lengths_W, batch_tokens, rules)
     num_cells = len(windows.document_ends) + len(windows.spans)
     sums_KC = np.zeros((2 + (len(COLUMNS) if others else 1), num_cells), np.int64)
@@ -138,13 +138,13 @@ def evaluate_windows(
             columns_KN = score(scorers, team.share(batch_BT))
         return team.gather(columns_KN, batch_BT["targets"])
 
-    # The teams, of one rank each but for sequence parallelism, take turns: with 2 teams and 5 batches, team 0 scores
-    # the first, third and fifth, and in the third turn team 1 has none. The first rank of a team keeps the results.
+    # Teams (one rank each without sequence parallelism) take turns: with 2 teams and 5 batches, team 0 scores the
+    # first, third and fifth, and in the third turn team 1 has none. The first rank of a team keeps the results.
     recorder = recorder or Recorder(windows)
     left = [index for index in range(len(batches)) if index not in recorder.scored_before]
     tokens = [int(lengths_W[batches[index]].sum()) for index in left]
     number, place_in_team, teams = team.position()
-    # of this rank's team
+    # Of this rank's team.
     nats = 0.0
     num_scored = 0
     with progress_bar(is_shown=progress, total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True) as bar:
@@ -164,7 +164,7 @@ def evaluate_windows(
                 nats = nats + columns_KN[0].sum().item()
                 num_scored = num_scored + columns_KN.shape[1]
                 bar.set_postfix_str(f"{in_digits(exp(nats / max(num_scored, 1)))} so far", refresh=False)
-            elif collective_forward:  # the same collectives as a batch with work
+            elif collective_forward:  # joins the collectives of the other ranks' batches
                 scored({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
             bar.update(sum(tokens[turn : turn + teams]))
             watchdog.heartbeat()
@@ -179,12 +179,12 @@ def evaluate_windows(
 def sum_tokens(
     windows: Windows, windows_N: np.ndarray, places_N: np.ndarray, columns_KN: torch.Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Add the scored tokens of some windows up by document and by window.
+    """Sum the scored tokens of some windows by document and by window.
 
-    Returns [C], the cells: numbers of documents, then, after those of all documents, of windows; and [K + 2, C] int64,
-    the sums of each: columns in steps of 2^-28, number of tokens, and number of those that are NaN or infinite.
+    Returns [C], the cells: indices of documents, then of windows, offset by the number of all documents; and [K + 2, C]
+    int64, the sums of each: columns in steps of 2^-28, number of tokens, and number of NaN or infinite tokens.
     """
-    is_sound_N = (columns_KN.abs() < MOST_NATS).all(dim=0)  # NaN is not
+    is_sound_N = (columns_KN.abs() < MOST_NATS).all(dim=0)  # False for NaN
     steps_KN = (columns_KN * STEPS).where(is_sound_N, 0).long()
     rows_KN = torch.cat([steps_KN, torch.ones_like(steps_KN[:1]), ~is_sound_N[None]])
     cells_N = np.concatenate([windows.documents_of(places_N), len(windows.document_ends) + windows_N])
@@ -195,8 +195,8 @@ def sum_tokens(
 
 
 def collate(windows: Windows, batch: list[int], rules: RowRules, pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Return input_ids and targets [B, T] of a batch, padded on the right: no token sees what comes after it, so no
-    attention mask is needed.
+    """Return input_ids and targets [B, T] of a batch, padded on the right: no token sees later ones, so no attention
+    mask is needed.
     """
     start, end, _ = windows.spans[batch[0]]  # the longest
     shape = (len(batch), rules.width(end - start - 1))
@@ -210,10 +210,10 @@ def collate(windows: Windows, batch: list[int], rules: RowRules, pad_token_id: i
 
 
 def score(scorers: list[ChunkedHead], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return [K, N] float64 on the CPU of each scored token of a collated batch, row by row: its nats, and with a
+    """Return [K, N] float64 on the CPU for each scored token of a collated batch, row by row: its nats, and with a
     second scorer, the reference, all COLUMNS. Collective if a scorer is sharded.
 
-    Values are rounded to multiples of 2^-28: sums of them are exact, whatever is summed with what.
+    Values are rounded to multiples of 2^-28: their sums are exact in any order.
     """
     targets_BT = batch["targets"]
     inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
@@ -224,7 +224,7 @@ def score(scorers: list[ChunkedHead], batch: dict[str, torch.Tensor]) -> torch.T
         for scorer in scorers:
             gathered.enter_context(scorer.weights())
         rows = ROW_TILE[targets_BT.device.type]
-        if len(scorers) > 1:  # compared in float64, which takes several copies
+        if len(scorers) > 1:  # a comparison in float64 needs several copies
             rows = max(1, scored_rows(scorers[0].config.get_text_config().vocab_size) // 8)
         parts = [each.split(rows) for each in (targets_BT[is_scored_BT], *outputs)]
         for targets_R, *outputs_R in zip(*parts, strict=True):
@@ -240,10 +240,10 @@ def score(scorers: list[ChunkedHead], batch: dict[str, torch.Tensor]) -> torch.T
 
 
 def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_R: torch.Tensor) -> torch.Tensor:
-    """Return [R] in fp32: log-sum-exp over the vocabulary less the target's logit.
+    """Return [R] in fp32: log-sum-exp over the vocabulary minus the target's logit.
 
     Args:
-        parts: fp32 logits, [R, W] of one part of the vocabulary after the other; overwritten, since a copy would cost
+        parts: fp32 logits, [R, W] for one part of the vocabulary after the other; overwritten, since a copy would cost
             as much as the head.
     """
     log_sums = []
@@ -261,7 +261,7 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_R: torch.Tens
 
 
 def compare_logits(logits_RV: torch.Tensor, reference_RV: torch.Tensor, targets_R: torch.Tensor) -> torch.Tensor:
-    """Return [K, R] float64: the COLUMNS of `results.py` of each token."""
+    """Return [K, R] float64: the COLUMNS of `results.py` for each token."""
     log_p_RV = logits_RV.double().log_softmax(dim=1)
     log_r_RV = reference_RV.double().log_softmax(dim=1)
     columns = (
@@ -275,6 +275,6 @@ def compare_logits(logits_RV: torch.Tensor, reference_RV: torch.Tensor, targets_
 
 
 def divergence(log_a_RV: torch.Tensor, log_b_RV: torch.Tensor) -> torch.Tensor:
-    """Return KL(a || b) of each row, in nats; what `a` excludes adds nothing."""
+    """Return KL(a || b) of each row, in nats; tokens with probability 0 in `a` add nothing."""
     terms_RV = log_a_RV.exp() * (log_a_RV - log_b_RV)
     return terms_RV.where(log_a_RV != -math.inf, 0.0).sum(dim=1)
