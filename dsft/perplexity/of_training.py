@@ -54,12 +54,10 @@ def evaluation_config(
         try:
             options = read_options_of_run(run)
         except UserError as error:
-            problems += [f"run: {problem}" for problem in error.problems]
-            values = {"model": run, "data": run} | values
-        else:
-            if "model" not in values and not (Path(run) / FINAL).is_dir():
-                problems.append(f"run={run}: has no final model yet; name a checkpoint with model")
-            values = _of_training(options, run, problems, overridden=values) | values
+            raise UserError([*problems, *(f"run: {problem}" for problem in error.problems)]) from None
+        if "model" not in values and not (Path(run) / FINAL).is_dir():
+            problems.append(f"run={run}: has no final model yet; name a checkpoint with model")
+        values = _of_training(options, run, problems, overridden=values) | values
     config = replace(make_config(EvalConfig, dict(values), problems, also=also), has_seq_len=has_seq_len)
     from dsft.perplexity.modes import mode_problems  # imports numpy, which a training's launch does not need
 

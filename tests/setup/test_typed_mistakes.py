@@ -98,6 +98,7 @@ CASES = {
     "eval --model CUT --data TEXTS --seq_len 32": "model.safetensors",
     "eval --model BARE --data TEXTS --seq_len 32": "weights",
     "eval --data TEXTS --seq_len 32": "model: missing",
+    "eval --run EMPTYDIR": "is not a run folder",
 }
 ENTRIES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
 QUICK = [case for number, case in enumerate(CASES) if number % 12 == 0]
