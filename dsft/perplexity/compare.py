@@ -102,7 +102,7 @@ class Comparisons(tuple[Comparison, ...]):
         """Return the documents that changed most: model, "gained most" or "lost most", index, excerpt."""
         return [(each.model, *example) for each in self for example in each.examples]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return frame([each.row() for each in self]).to_string(index=False)
 
     def to_pandas(self) -> Any:
