@@ -1,8 +1,8 @@
-"""Makes an epoch of prepared tokens: sequences, their order, and the tensors of a batch.
+"""Builds an epoch from prepared tokens: sequences, their order, and the tensors of a batch.
 
-Sequences are slices of prepared tokens, in an order that is the same on any number of ranks. Epochs are full optimizer
-steps: where the last one has too few items, accelerate would repeat some from the epoch's beginning, and which ones
-depends on the number of ranks. Here blank items, which train nothing, fill it instead.
+Sequences are slices of prepared tokens, in an order that is the same on any number of ranks. Epochs consist of full
+optimizer steps: if the last one has too few items, accelerate would repeat some from the beginning of the epoch, which
+depend on the number of ranks. Here blank items, which train nothing, fill it instead.
 """
 
 import hashlib
@@ -24,7 +24,8 @@ from dsft.models.sequence_parallel import share_of
 from dsft.units import IGNORED, padded_width
 
 Sequence = dict[str, np.ndarray]
-"""input_ids and labels, both [T] int64; weights, [T] float32, where the loss of a label is multiplied by it."""
+"""input_ids and labels, both [T] int64; optionally weights, [T] float32, by which the loss of each label is multiplied.
+"""
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
 
 
@@ -40,12 +41,12 @@ def sequences_in(items: Iterable[Sequence | list[Sequence]]) -> list[Sequence]:
 
 
 class Items(torch.utils.data.Dataset):
-    """What an epoch is made of: sequences, or lists of sequences that share a row. Beyond the last one are blank ones,
-    which fill an epoch's last step.
+    """The items of an epoch: sequences, or lists of sequences that share a row. An index beyond the last one returns a
+    blank item, which fills an epoch's last step.
     """
 
-    lengths: np.ndarray  # tokens of each
-    stores: list[Store]  # that they are read from
+    lengths: np.ndarray  # in tokens
+    stores: list[Store]  # sources of the items
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -55,7 +56,7 @@ class Items(torch.utils.data.Dataset):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Number of items, and a digest of their lengths and of all tokens that they are made of."""
+        """Number of items, and a digest of their lengths and of all tokens."""
         content = hashlib.sha256(np.asarray(self.lengths, np.int64).tobytes())
         for store in self.stores:
             content.update(store.facts["tokens_hash"].encode())
@@ -64,20 +65,20 @@ class Items(torch.utils.data.Dataset):
 
 @dataclass(eq=False, repr=False)
 class Sequences(Items):
-    """N sequences, read when asked for."""
+    """N sequences, read on access."""
 
     stores: list[Store]
-    places: np.ndarray  # [N], which of `stores` each is in; from `starts` [N] to `ends` [N] there
+    places: np.ndarray  # [N]: index in `stores`, in which the sequence is from `starts` [N] to `ends` [N]
     starts: np.ndarray
     ends: np.ndarray
 
     @property
     def lengths(self) -> np.ndarray:
-        """[N]. Takes a pass over all: ask once, not for each item."""
+        """[N]. A pass over all sequences: read it once, not for each item."""
         return self.ends - self.starts
 
     def __len__(self) -> int:
-        return len(self.places)  # without `lengths`, which takes a pass over all: it is asked for with each item
+        return len(self.places)  # without `lengths`, a pass over all: this is called for each item
 
     def __getitem__(self, index: int) -> Sequence:
         if index >= len(self):
@@ -92,7 +93,7 @@ class Sequences(Items):
 
 
 class PackedRows(Items):
-    """Items that are lists of sequences: those of a packed row."""
+    """Items that are lists of sequences, one list per packed row."""
 
     def __init__(self, sequences: Sequences, groups: list[np.ndarray]):
         self.sequences = sequences
@@ -108,8 +109,8 @@ class PackedRows(Items):
 
 
 def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> Sequences:
-    """Makes all sequences of `stores`, in order. Text is laid end to end and cut into windows of `seq_len` tokens; with
-    `keep_documents`, for packing, a text is a sequence of its own, cut only where it is longer.
+    """Returns all sequences of `stores`, in order. Text is concatenated and cut into windows of `seq_len` tokens; with
+    `keep_documents`, for packing, each text is a separate sequence, cut only if it is longer.
     """
     parts = []
     for place, store in enumerate(stores):
@@ -124,7 +125,7 @@ def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> 
 
 
 def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts documents that end at `ends` into pieces of at most `length` tokens, as (starts, ends)."""
+    """Cuts documents that end at `ends` into pieces of at most `length` tokens; returns (starts, ends)."""
     begins = np.r_[0, ends][:-1]
     pieces = -(-(ends - begins) // length)
     within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -144,7 +145,7 @@ def describe_counts(counts: dict[str, Any]) -> str:
 
 
 def count(sequences: Sequences) -> dict[str, Any]:
-    """Counts all sources together for run.json."""
+    """Returns the counts of all sources together, for run.json."""
     stores = sequences.stores
     names = stores[0].counts.keys()
     counts: dict[str, Any] = {name: sum(store.counts[name] for store in stores) for name in names}
@@ -154,11 +155,11 @@ def count(sequences: Sequences) -> dict[str, Any]:
     return counts | {"sequences": len(sequences)}
 
 
-# Which sequences share a row, or a batch of an evaluation, so that it is full
+# Filling rows, and batches of an evaluation
 
 
 def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
-    """Forms rows of indices with at most `room` tokens each; no length may be more.
+    """Returns rows of indices with at most `room` tokens each; no length may exceed it.
 
     Best-fit decreasing: the longest first, each into the row that it fills best (Ding et al., "Fewer Truncations
     Improve Language Modeling", arXiv 2404.10830, section 3).
@@ -166,7 +167,7 @@ def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
     assert not len(lengths) or lengths.max() <= room, "a sequence is longer than a row"
     rows: list[list[int]] = []
     rows_by_space: dict[int, list[list[int]]] = defaultdict(list)
-    spaces: list[int] = []  # sorted, those with rows
+    spaces: list[int] = []  # sorted keys of `rows_by_space` that have rows
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
         place = bisect_left(spaces, length)
@@ -189,11 +190,11 @@ def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
 
 def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> list[list[int]]:
     """Groups sequences, longest first, into batches of up to `batch_tokens` tokens with padding; a longer one is a
-    batch of its own. Depends on lengths and model alone.
+    separate batch. Depends only on lengths and model.
     """
     batches: list[list[int]] = []
     order = np.argsort(-lengths, kind="stable")
-    # that the last batch may still take; its longest
+    # Rows that still fit the last batch, and the length of its longest.
     rows = 0
     longest = 0
     for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
@@ -211,8 +212,8 @@ def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> lis
 
 
 def repeated(items: Iterable[Any], micro_batch: int, ranks: int) -> Iterator[Any]:
-    """Yields each `micro_batch` of `items` that follow `ranks` times: accelerate hands a batch to each rank in turn,
-    and so many neighbours share one.
+    """Yields each `micro_batch` of consecutive `items` `ranks` times: accelerate passes batches to ranks in turn, and
+    `ranks` neighbours share one.
     """
     items = iter(items)
     while batch := list(islice(items, micro_batch)):
@@ -222,26 +223,26 @@ def repeated(items: Iterable[Any], micro_batch: int, ranks: int) -> Iterator[Any
 
 @dataclass(eq=False)
 class EpochSampler(torch.utils.data.Sampler):
-    """Yields a permutation of the items for each epoch, then the blank ones."""
+    """Yields a permutation of the items for each epoch, then blank ones."""
 
     items: Items
     _: KW_ONLY
     per_step: int
     seed: int
     step: Callable[[], int]
-    """The optimizer steps already done; asked at the beginning of each epoch, also of one resumed in its middle."""
-    drop_last: bool = False  # leave out what does not fill a step
+    """Returns the optimizer steps done; called at the beginning of each epoch, also of a resumed one."""
+    drop_last: bool = False  # leave out items that do not fill a step
     strategy: str = "random"
-    """train_sampling_strategy. By default ("batch_rebalance") batches of a step are of like length, and the step has
-    the same items as with "random". "group_by_length": steps are of like length, which pads least, but makes steps that
-    differ. "sequential": every epoch takes the items in the order of the data.
+    """train_sampling_strategy. By default ("batch_rebalance") sequences of a batch have similar lengths, and a step has
+    the same items as with "random". "group_by_length": items of a step have similar lengths, which pads least, but
+    steps differ. "sequential": every epoch has the items in the order of the data.
     """
     micro_batch: int = 1
-    shared_by: int = 1  # both as `repeated` takes them
+    shared_by: int = 1  # both as in `repeated`
 
     @property
     def steps(self) -> int:
-        """Of an epoch."""
+        """Optimizer steps of an epoch."""
         return len(self.items) // self.per_step if self.drop_last else -(-len(self.items) // self.per_step)
 
     def __len__(self) -> int:
@@ -270,31 +271,32 @@ class EpochSampler(torch.utils.data.Sampler):
 
 @dataclass(eq=False)
 class Collator:
-    """Lays sequences out as a batch, and takes this rank's part of it, [B, T / shared_by].
+    """Builds a batch from sequences, and returns this rank's share of it, [B, T / shared_by].
 
     Each sequence, also of lists, is a row, padded on the right to the longest, rounded up to a multiple of 8. `packed`:
-    each list is a row, its sequences end to end; the rest of a row is a sequence of its own.
+    each list is a row of concatenated sequences; its padding is one more sequence.
 
-    Returns input_ids, and labels: -100 in padding, so the choice of the pad token changes no loss. For the Trainer, not
-    for the model: weights, where any sequence has them; num_tokens, [3]: without padding and blank sequences, those
-    trained, and computed positions. In a share the next token may be another rank's, so labels and weights are moved to
-    the positions that predict them, as shift_labels and shift_weights; row_positions are those of full packed rows.
+    Returns input_ids, and labels: -100 in padding, so the choice of the pad token does not change the loss. For the
+    Trainer, not for the model: weights, if any sequence has them; num_tokens, [3]: tokens without padding and blank
+    sequences, trained tokens, and computed positions. In a share the next token may be on another rank, so labels and
+    weights are moved to the positions that predict them, as shift_labels and shift_weights; row_positions are the
+    position_ids of full packed rows.
 
     Padded rows have an attention_mask. Packed rows have none, but position_ids that restart with each sequence:
-    transformers makes its block mask from them only if no mask is given. Where each row is one sequence there are no
-    position_ids either: a causal model needs no mask then. With flash attention packed rows too are laid end to end,
-    [1, B * T], with the bounds of all sequences beside them.
+    transformers builds its block mask from them only without a mask. If each row is one sequence there are no
+    position_ids either: a causal model then needs no mask. For flash attention packed rows are also concatenated,
+    [1, B * T], with the bounds of all sequences.
     """
 
     pad_token_id: int
-    seq_len: int | None = None  # that padding does not go beyond
+    seq_len: int | None = None  # limit of padding
     masked: bool = True
-    """False leaves attention_mask out, for models in which no token sees the padding after it. A batch without padding
-    has none either: transformers would read it back from the GPU to see that it is of ones.
+    """False leaves out attention_mask, for models in which no token sees the padding after it. A batch without padding
+    has none either: transformers would read it back from the GPU to find that it is all ones.
     """
     packed: bool = False
     flash: bool = False
-    place: int = 0  # of this rank among those that share each batch
+    place: int = 0  # of this rank among the `shared_by` that share each batch
     shared_by: int = 1
 
     def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, Any]:
