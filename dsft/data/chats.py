@@ -1,8 +1,8 @@
-"""Renders chats in their template, and finds which characters of the text are an assistant's answers.
+"""Renders chats in their template, and finds the characters of an assistant's answers.
 
-For each trained answer the chat is rendered twice: up to the answer, and before it with the generation prompt. The
-answer is what the first has beyond the second, so what precedes a trained answer is what a server feeds the model. An
-answer is trained in the rendering of the whole chat if that begins alike, else in a sequence of its own.
+For each trained answer the chat is rendered twice: including the answer, and up to it with the generation prompt. The
+answer is the difference, so the text before a trained answer is what a server feeds the model. An answer is trained in
+the rendering of the whole chat if this has the same beginning, else in a separate sequence.
 
 Templates are not parsed: neither their {% generation %} markers nor their roles are read.
 """
@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dsft.data.formats import Chat, FormatRules, Message
 
-# What templates raise at what they cannot render.
+# Raised by templates for chats that they cannot render.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-# Arguments with which servers ask templates for a generation prompt.
+# Arguments that servers pass to templates for a generation prompt.
 _SWITCHES = ({}, {"enable_thinking": True}, {"enable_thinking": False})
 _EMPTY_THINKING = re.compile(
     r"(?:<(think|thinking|thought|seed:think)>\s*</\1>|<\|channel>thought\s*<channel\|>|\[THINK\]\s*\[/THINK\]"
@@ -39,7 +39,7 @@ _WAY_OUT = (
 )
 
 Spans = list[tuple[int, int, float]]
-"""Stretches that are trained, as (start, end, weight); where they overlap, the weight of the later one counts."""
+"""Trained spans, as (start, end, weight); if they overlap, the weight of the later one counts."""
 
 
 @dataclass(kw_only=True)
@@ -47,29 +47,29 @@ class Rendered:
     """The text of a sequence."""
 
     text: str
-    spans: Spans  # characters that are trained
+    spans: Spans  # trained characters
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """An answer in the rendering that ends with it. Positions are characters of `text`."""
+    """An answer in the rendering that ends with it. Positions are indices of characters in `text`."""
 
     text: str
     prompt: str | None  # the generation prompt that `text` begins with; None if the template has none for it
-    start: int  # of what is trained
+    start: int  # of the trained characters
     end: int  # of the token that ends the turn, if there is one
-    ends_open: bool  # no token in the text stops the model there
+    ends_open: bool  # whether no token in the text stops the model there
     weight: float
 
 
 def render_chat(
     chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules
 ) -> tuple[list[Rendered], dict[str, str]]:
-    """Renders a chat, and finds which of its characters are trained.
+    """Renders a chat, and finds its trained characters.
 
     Returns:
-        (sequences, of beginnings of the chat that end with an answer and of the whole chat; what became of the chat:
-        rendered_apart, unrendered, unprompted, empty_thinking -> why).
+        (sequences: of the whole chat, or of its beginnings up to an answer; notes on the chat: rendered_apart,
+        unrendered, unprompted, empty_thinking -> why).
 
     Raises:
         ValueError: the template leaves out a part of the chat.
@@ -80,7 +80,7 @@ def render_chat(
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
-    """Returns the tokens of a chat in the tokenizer's template, up to where the model answers."""
+    """Returns the tokens of a chat in the tokenizer's template, with the generation prompt."""
     taken = [*map(_forms(tokenizer, tokenizer.get_chat_template()).take, messages)]
     return tokenizer.apply_chat_template(taken, add_generation_prompt=True, return_dict=True)["input_ids"]
 
@@ -94,7 +94,7 @@ class _ChatRenderer:
         self.tokenizer = tokenizer
         self.rules = rules
         self.template = tokenizer.get_chat_template(tools=chat.tools or None)
-        if rules.chat_date:  # transformers passes no function of another day to a template
+        if rules.chat_date:  # transformers has no way to pass another date to a template
             day = date.fromisoformat(rules.chat_date)
             self.template = _DAY.sub(lambda match: json.dumps(day.strftime(match[1])), self.template)
         self.forms = _forms(tokenizer, self.template)
@@ -111,8 +111,8 @@ class _ChatRenderer:
     def render(self, messages: list[Message], *, prompt: bool = False, tools: bool = True, **switch: Any) -> str:
         if self.tools and tools:
             switch["tools"] = self.tools
-        # A list of one chat: transformers looks into the first message of a chat alone, and there may be none before a
-        # first answer.
+        # A list of one chat: for a single chat transformers reads its first message, and before a first answer there
+        # may be none.
         return self.tokenizer.apply_chat_template(
             [[*map(self.forms.take, messages)]],
             chat_template=self.template,
@@ -122,7 +122,7 @@ class _ChatRenderer:
         )[0]
 
     def sequences(self) -> list[Rendered]:
-        """Makes the sequences of all wanted answers."""
+        """Returns the sequences of all wanted answers."""
         self.check_messages()
         whole = Rendered(text=self.whole, spans=[])
         if self.rules.train_on == "all":
@@ -137,7 +137,7 @@ class _ChatRenderer:
                 span = self.place(answer, sequence.text)
                 if span:
                     break
-            else:  # the template renders it otherwise once the chat goes on
+            else:  # the template renders it differently once the chat goes on
                 sequence = Rendered(text=answer.text, spans=[])
                 end = answer.end
                 if answer.ends_open:
@@ -154,7 +154,7 @@ class _ChatRenderer:
         return sequences[::-1] or [whole]
 
     def all_trained(self, whole: Rendered) -> Rendered:
-        """Trains every token of the chat, whatever its role."""
+        """Marks every token of the chat as trained, whatever its role."""
         if any(self.weight(turn) != 1 for turn in range(len(self.source))):
             raise ValueError(
                 "a message has a weight, and train_on: all trains every token alike; use train_on: answers"
@@ -175,23 +175,23 @@ class _ChatRenderer:
         return text + self.tokenizer.eos_token
 
     def check_messages(self) -> None:
-        """Raises ValueError, or notes, if the template leaves out tools, or a message that is not trained."""
+        """Raises ValueError, or adds a note, if the template leaves out tools or a message that is not trained."""
         problems = []
         if self.tools:
             try:
                 if self.render(self.source, tools=False) == self.whole:
                     problems.append("the chat template does not render tools")
             except TEMPLATE_ERRORS:
-                pass  # it needs them: they are rendered
+                pass  # it needs tools, so it renders them
         trains_all = self.rules.train_on == "all"
         for turn, message in enumerate(self.source):
             if turn in self.wanted and not trains_all:
-                continue  # it is looked for where it is trained
+                continue  # checked by `answer`
             is_answer = message["role"] == "assistant"
             for kind, part in _parts_of(message):
                 if _find(part, self.whole) or (kind == "reasoning" and not trains_all):
                     continue
-                # A template may shorten earlier answers, as it does for a server.
+                # A template may shorten earlier answers, also on a server.
                 if is_answer and not trains_all and _find(part, self.render(self.source[: turn + 1])):
                     continue
                 problems.append(self.not_rendered(turn, kind))
@@ -212,7 +212,7 @@ class _ChatRenderer:
         for switch in _SWITCHES:
             try:
                 prompt = self.render(self.source[:turn], prompt=True, **switch)
-            except TEMPLATE_ERRORS:  # no message precedes it, say
+            except TEMPLATE_ERRORS:  # for example, because no message precedes it
                 return None
             if text.startswith(prompt):
                 return prompt
@@ -220,7 +220,7 @@ class _ChatRenderer:
         return prompts[0]
 
     def answer(self, turn: int) -> _Answer:
-        """Renders the chat up to an answer, and finds the answer there."""
+        """Renders the chat up to an answer, and finds the answer in it."""
         text = self.whole if turn + 1 == len(self.source) else self.render(self.source[: turn + 1])
         prompt = self.prompt_of(turn, text)
         parts = _parts_of(self.source[turn])
@@ -231,17 +231,17 @@ class _ChatRenderer:
         opens = _THINKING_OPENS.search(prompt or "")
         if prompt and text.startswith(prompt):
             start = len(prompt)
-            if not thought and train_thinking != "all":  # else the model would learn to skip thinking
+            if not thought and train_thinking != "all":  # or the model would learn to skip thinking
                 start = self.after_empty_thinking(text, start)
             content_start = start
         elif opens and text.startswith(prompt[: opens.start()]):
-            # The template renders no reasoning, and its prompt opens it: what the model would generate after that.
+            # The template renders no reasoning, but its prompt opens it: insert the text that the model would generate.
             start = len(prompt)
             begin = f"{prompt}{thought}{_CLOSED_THINKING}"
             text = begin + text[opens.start() :].lstrip()
             content_start = len(begin)
         elif (header := self.header(prompt)) and (position := text.rfind(header, 0, text.rfind(parts[0][1]))) >= 0:
-            # The template renders earlier messages otherwise once there is an answer, as gpt-oss' analysis.
+            # The template renders earlier messages differently once there is an answer (gpt-oss: analysis).
             start = content_start = len(prompt)
             text = prompt + text[position + len(header) :]
         else:
@@ -255,7 +255,7 @@ class _ChatRenderer:
                 content_start = max(content_start, self.after_reasoning(text, span[1], prompt))
             if span:
                 spans.append(span)
-        if not spans:  # nothing of the answer is left
+        if not spans:  # no part of the answer is rendered
             raise ValueError(f"{self.not_rendered(turn, parts[0][0])}; {_WAY_OUT}")
         if thought and not trains_thinking:
             start = content_start
@@ -273,14 +273,14 @@ class _ChatRenderer:
         )
 
     def header(self, prompt: str | None) -> str:
-        """Returns the last special token of a generation prompt with the text after it, if there is any."""
+        """Returns the last special token of a generation prompt and the text after it; empty without such text."""
         marks = [*self.forms.special.finditer(prompt or "")]
         if not marks or not prompt[marks[-1].end() :].strip():
             return ""
         return prompt[marks[-1].start() :].strip()
 
     def after_empty_thinking(self, text: str, start: int) -> int:
-        """Returns where an empty think block ends that begins before or at `start`, else `start`."""
+        """Returns the end of an empty think block that begins before or at `start`, else `start`."""
         for match in _EMPTY_THINKING.finditer(text):
             if _EMPTY_THINKING.fullmatch(text, match.start(), start):
                 return start  # the prompt closes it
@@ -290,24 +290,24 @@ class _ChatRenderer:
         return start
 
     def after_reasoning(self, text: str, end: int, prompt: str | None) -> int:
-        """Returns where the answer begins after reasoning that ends at `end`: its channel, or what opens a call, is the
-        model's to write.
+        """Returns the start of the answer after reasoning that ends at `end`. The model must write the answer's channel
+        or the opening of a call itself.
         """
         header = self.header(prompt)
         position = text.find(header, end)
-        if header and position >= 0:  # reasoning is a message of its own, as gpt-oss'
+        if header and position >= 0:  # reasoning is a separate message (gpt-oss)
             return position + len(header)
         closing = _THINKING_END.search(text, end)
         return closing.end() if closing else end
 
     def place(self, answer: _Answer, text: str) -> tuple[int, int, float] | None:
-        """Finds an answer in the rendering of a longer chat; None if another text precedes it there."""
+        """Returns the span of an answer in the rendering of a longer chat; None if other text precedes it there."""
         trained = answer.text[answer.start : answer.end]
         for before in (answer.text[: answer.start], answer.prompt or ""):
             if not text.startswith(before + trained):
                 continue
             end = len(before + trained)
-            if answer.ends_open:  # the next turn may begin with what ends this one, as GLM's <|user|>
+            if answer.ends_open:  # the next turn may begin with the token that ends this one (GLM: <|user|>)
                 follows = self.forms.follows.match(text, end)
                 if not follows:
                     continue
@@ -317,14 +317,14 @@ class _ChatRenderer:
 
 
 def _parts_of(message: Message) -> list[tuple[str, str]]:
-    """Lists (kind, text) of all that must appear in the rendering of a message."""
+    """Lists (kind, text) of all parts that must appear in the rendering of a message."""
     content = message["content"]
     thought = message.get("reasoning_content", "")
     if message["role"] == "assistant" and not thought and "</think>" in content:
         thought, content = content.split("</think>", 1)
         thought = thought.replace("<think>", "", 1)
     parts = [("reasoning", thought), ("content", content)]
-    if message["role"] != "tool":  # a tool's is that of the call
+    if message["role"] != "tool":  # a tool's name is that of its call
         parts.append(("name", message.get("name", "")))
     for call in message.get("tool_calls", []):
         parts.append(("tool call", call["function"]["name"]))
@@ -334,7 +334,7 @@ def _parts_of(message: Message) -> list[tuple[str, str]]:
 
 
 def _find(part: str, text: str, start: int = 0) -> tuple[int, int] | None:
-    """Finds a part as it is or escaped, as in JSON; returns where it begins and ends."""
+    """Finds a part, also if it is escaped as in JSON; returns its start and end, or None."""
     for _ in range(3):
         position = text.find(part, start)
         if position >= 0:
@@ -344,13 +344,13 @@ def _find(part: str, text: str, start: int = 0) -> tuple[int, int] | None:
 
 
 def _count_shared(first: Iterable[str], second: Iterable[str]) -> int:
-    """Counts the characters, or tokens, that both begin with."""
+    """Returns the length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class _Forms:
-    """How a template takes messages, found by rendering small ones, and the tokens it can end them with."""
+    """The form of content that a template expects, found by rendering small messages, and its possible end tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
         self.parts = False
@@ -375,7 +375,7 @@ class _Forms:
         if "question" not in render(question, answer) and "question" in render(*parts):
             self.parts = True
             question, answer = parts
-        # Special tokens after an answer that only the end of a chat has, as Phi-3's <|endoftext|>.
+        # Special tokens after an answer that appear only at the end of a chat (Phi-3: <|endoftext|>).
         text = render(question, answer)
         longer = render(question, answer, question)
         alone, followed = (
@@ -386,7 +386,7 @@ class _Forms:
         self.num_closing = len(alone) - shared if shared else 0
 
     def take(self, message: Message) -> Message:
-        """Returns a message as the template takes it."""
+        """Returns a message in the form that the template expects."""
         message = {key: value for key, value in message.items() if key != "weight" and value is not None}
         if self.parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []
@@ -399,5 +399,5 @@ def _forms_of(tokenizer: PreTrainedTokenizerBase, template: str, _num_tokens: in
 
 
 def _forms(tokenizer: PreTrainedTokenizerBase, template: str) -> _Forms:
-    """Returns the forms of a template, found once for a tokenizer with as many tokens."""
+    """Returns the forms of a template, found once per tokenizer and number of its tokens."""
     return _forms_of(tokenizer, template, len(tokenizer))
