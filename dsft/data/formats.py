@@ -1,7 +1,7 @@
-"""Finds the format of rows, by their columns or by the options, and brings each row into one form for tokenising.
+"""Finds the format of rows, from their columns or the options, and converts each row to one form for tokenising.
 
-The forms are text, prompt with completion, and chat. Nothing of a chat is guessed: a key of a message, or a column that
-changes what a row means, is read or refused by name (`drop_keys` ignores it).
+The forms are text, prompt with completion, and chat. Chats are never guessed: a message's key, or a column that changes
+the meaning of a row, is read or refused by name (`drop_keys` ignores it).
 """
 
 import json
@@ -24,13 +24,13 @@ COLUMNS = {
     "alpaca": ("instruction", "output"),
     "prompt_completion": ("prompt", "completion"),
 }
-"""Format -> the columns that show it, tried in this order; then the text column, see `_needed_columns`."""
+"""Format -> the columns that identify it, tried in this order; then the text column, see `_needed_columns`."""
 CHAT_PARTS = {
     "messages": {"messages": ["messages"]},
     "sharegpt": {"messages": ["conversations"]},
     "alpaca": {"user": ["instruction", "input"], "assistant": ["output"], "history": ["history"]},
 }
-"""Format -> part of a chat -> its columns, as the option `columns` names them for other tables."""
+"""Format -> part of a chat -> its columns, in the form of the option `columns` for other tables."""
 PARTS = ("messages", "system", "history", "user", "assistant")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOL_COLUMNS = ("tools", "functions", "tool_defs", "available_tools")
@@ -40,7 +40,7 @@ TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue
 USER_COLUMNS = ("question", "query", "instruction", "prompt", "problem", "input", "user")
 MORE_OF_USER = ("input", "context")
 ASSISTANT_COLUMNS = ("answer", "response", "completion", "output", "solution", "assistant")
-"""Usual names of columns, from which `suggest_columns` proposes `columns`."""
+"""Common column names, from which `suggest_columns` suggests `columns`."""
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
@@ -48,8 +48,8 @@ ROLES = {
     **dict.fromkeys(("function", "function_response", "ipython", "observation", "tool_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "tool_call"),
 }
-"""Roles as OpenAI, ShareGPT, LLaMA-Factory and ms-swift name them -> those of chat templates. The content of a
-tool_call is the call as JSON, which becomes `tool_calls` of the assistant's turn.
+"""Roles of OpenAI, ShareGPT, LLaMA-Factory and ms-swift -> roles of chat templates. The content of a tool_call is the
+call as JSON, which becomes `tool_calls` of the assistant's turn.
 """
 FOLLOWS = {
     "system": ({None, "system", "developer"}, "it must come first"),
@@ -57,12 +57,12 @@ FOLLOWS = {
     "user": ({None, "system", "developer", "assistant", "tool"}, "two messages of one role in a row; join them"),
     "tool": ({"assistant", "tool"}, "it must follow a turn of the assistant"),
 }
-"""Role -> (the roles that it may follow, None at the beginning; the problem otherwise). Two turns of an assistant in a
-row are two answers.
+"""Role -> (the roles that it may follow, None at the beginning; the problem otherwise). Two consecutive turns of an
+assistant are two answers.
 """
 MOST_WEIGHT = 1_000_000  # of a message: beyond it fp32 sums of a step would lose its other tokens
 REASONING = ("reasoning_content", "thinking", "reasoning")
-TURN_FLAGS = ("train", "loss", "training", "label")  # false: the turn is given and not trained (axolotl, ms-swift)
+TURN_FLAGS = ("train", "loss", "training", "label")  # false: the turn is context only (axolotl, ms-swift)
 MESSAGE_KEYS = {
     *("role", "content", "from", "value", "name", "weight"),
     *("tool_calls", "tool_call_id", "function_call", *TURN_FLAGS, *REASONING),
@@ -74,14 +74,14 @@ UNREADABLE = PICTURES | {
     "chat_template_kwargs": "every chat is rendered with the same arguments",
     **dict.fromkeys(CHAT_COLUMNS, "a text prompt has no place for it"),
 }
-"""Column -> why a row that has it is refused if its format does not read it."""
+"""Column -> why a row with it is refused if its format does not read it."""
 WAY_OUT = "take it out of the data, or name it in drop_keys, which ignores it"
 NOTHING = (None, "", [], {})
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["']role["']""")
 
 Message = dict[str, Any]
-"""role, content (text); where there are any: reasoning_content, name, tool_call_id, tool_calls with arguments that are
-objects, and weight where it is not 1 (0 for a turn that is not trained).
+"""role, content (text); optionally reasoning_content, name, tool_call_id, tool_calls with arguments that are objects,
+and weight if it is not 1 (0 for a turn that is not trained).
 """
 
 
@@ -103,12 +103,12 @@ class Chat:
 
 
 class EmptyAnswer(ValueError):
-    """A row whose answer has no character: there is nothing to learn."""
+    """A row with an empty answer: there is nothing to learn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatRules:
-    """What decides the tokens of a row, beside the tokenizer; most fields are those of `DataFields`."""
+    """Everything beside the tokenizer that decides a row's tokens; most fields are those of `DataFields`."""
 
     format: str
     text_column: str
@@ -124,31 +124,31 @@ class FormatRules:
     drop_keys: tuple[str, ...] = ()
     chat_date: str | None = None
     columns: Mapping[str, list[str]] = field(default_factory=dict)
-    """Part of a chat -> its columns, one but for the user's."""
+    """Part of a chat -> its columns: one, except for the user's."""
     has_chat_pairs: bool = False  # whether prompts and completions are lists of messages
 
     @property
     def form(self) -> type:
-        """Text, Pair or Chat, that rows become."""
+        """The class of the converted rows: Text, Pair or Chat."""
         if self.columns or self.has_chat_pairs or self.as_chat:
             return Chat
         return Pair if self.format == "prompt_completion" or self.prompt_template else Text
 
     @property
     def is_text(self) -> bool:
-        """Documents of any length, all trained, to be laid end to end."""
+        """Whether rows are documents of any length, trained whole, to be concatenated."""
         return self.form is Text
 
     @cached_property
     def read(self) -> set[str]:
-        """The columns that are read of a row."""
+        """The columns that are read."""
         read = _needed_columns(self.format, self).union(*self.columns.values())
         return read.union(CHAT_COLUMNS) if self.form is Chat else read
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormattedSource:
-    """A source and how its rows are read."""
+    """A source and the rules by which its rows are read."""
 
     source: Source
     rules: FormatRules
@@ -165,19 +165,19 @@ class FormattedSource:
 
 
 def _needed_columns(name: str, config: DataFields | FormatRules) -> set[str]:
-    """Lists the columns that a source of a format must have."""
+    """Returns the columns that a source of a format must have."""
     if name == "template":
         return template_columns(config)
     return {*COLUMNS.get(name, (config.text_column,))}
 
 
 def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
-    """Takes the rules of a source from the options, and its format from `data_format`, else from the columns of its
-    first rows; ValueError lists the columns there are.
+    """Returns the rules of a source, from the options; its format is `data_format`, or follows from the columns of its
+    first rows. ValueError lists the present columns.
     """
     present = list(dict.fromkeys(name for row in rows for name, value in row.values.items() if value is not None))
     name = config.data_format
-    if name == "auto" and config.completion_template:  # the user's own, whatever other columns there are
+    if name == "auto" and config.completion_template:  # the user's own, whatever the columns are
         name = "template"
     columns = {part: [names] if isinstance(names, str) else [*names] for part, names in config.columns.items()}
     if columns:
@@ -209,7 +209,7 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
 
 
 def _find_format(present: list[str], config: DataFields) -> str:
-    """Finds the format by the columns. The error for others has the line that reads them, where one can be guessed."""
+    """Returns the format with these columns. The error for others suggests the option that reads them."""
     needed = {name: _needed_columns(name, config) for name in (*COLUMNS, "text")}
     for name in needed:
         if needed[name] <= {*present}:
@@ -223,7 +223,7 @@ def _find_format(present: list[str], config: DataFields) -> str:
 
 
 def suggest_columns(present: Iterable[str]) -> dict[str, Any]:
-    """Proposes `columns` for a table by the names of its columns, in any case; empty if they are not usual ones."""
+    """Suggests `columns` for a table with common column names, in upper or lower case; empty for other names."""
     by_name = {name.lower(): name for name in present}
 
     def find(usual: Iterable[str]) -> list[str]:
@@ -247,21 +247,21 @@ def suggest_columns(present: Iterable[str]) -> dict[str, Any]:
 
 
 def columns_line(columns: Mapping[str, Any]) -> str:
-    """Writes the option `columns` as a line of YAML."""
+    """Formats the option `columns` as a line of YAML."""
     text = yaml.safe_dump({**columns}, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
     return f"columns: {text.strip()}"
 
 
 def canonical(row: Row, rules: FormatRules) -> Text | Pair | Chat:
-    """Brings a row into its one form.
+    """Converts a row to its form.
 
     Raises:
-        EmptyAnswer, ValueError: why the row cannot be used; also a column or key that is not read, and changes what the
-            row's text or answer means.
+        EmptyAnswer, ValueError: the row cannot be used, or has a column or key that is not read although it changes the
+            meaning of the row's text or answer.
     """
     refused = PICTURES if rules.is_text else UNREADABLE
     for name, value in row.values.items():
-        if name in rules.read or name in rules.drop_keys or rules.completion_template:  # whose author says what counts
+        if name in rules.read or name in rules.drop_keys or rules.completion_template:  # its author decides what counts
             continue
         if name in refused and value not in NOTHING:
             raise ValueError(f"column {name!r}: {refused[name]}; {WAY_OUT}")
@@ -312,7 +312,7 @@ def _sample(row: dict[str, Any], rules: FormatRules) -> Text | Pair | Chat:
 
 
 def unused_columns(rows: list[Row], rules: FormatRules) -> tuple[str, ...]:
-    """Lists columns with a value that are read of none of the rows."""
+    """Lists columns that have a value in some row and are never read."""
     names = dict.fromkeys(name for row in rows for name, value in row.values.items() if value not in NOTHING)
     return tuple(name for name in names if name not in rules.read and name not in VERDICTS)
 
@@ -321,7 +321,7 @@ def unused_columns(rows: list[Row], rules: FormatRules) -> tuple[str, ...]:
 
 
 def _column(row: dict[str, Any], name: str, *, empty: bool = False) -> str:
-    """Reads a column that must contain text, and some of it unless it may be `empty`."""
+    """Reads a column that must contain text, which may be empty only with `empty`."""
     value = row.get(name)
     if value is None:
         raise ValueError(f"column {name!r} is {'null' if name in row else 'missing'}")
@@ -337,7 +337,7 @@ def _turns(question: str, answer: str) -> list[Message]:
 
 
 def template_columns(config: DataFields | FormatRules) -> set[str]:
-    """Lists the columns that the user's templates name."""
+    """Returns the columns that the user's templates name."""
     names = set()
     for key in ("prompt_template", "completion_template"):
         template = getattr(config, key) or ""
@@ -352,7 +352,7 @@ def template_columns(config: DataFields | FormatRules) -> set[str]:
 
 
 def _from_table(row: dict[str, Any], rules: FormatRules) -> Chat:
-    """Makes a chat of a question and an answer, each of which may be a number."""
+    """Returns the chat of a question and an answer, each a text or a number."""
     names = rules.columns["user"]
     questions = [_cell(row, name) for name in names if row.get(name) not in NOTHING]
     if not questions:
@@ -384,8 +384,8 @@ def _system(row: dict[str, Any], rules: FormatRules) -> str:
 
 
 def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: int = 0) -> Chat:
-    """Brings messages of every shape into one, with what is beside them in the row. Args: `num_given`: messages of
-    a prompt, which are not trained.
+    """Returns a chat from messages of any supported shape and the row's other columns. Args: `num_given`: messages of a
+    prompt, which are not trained.
     """
     messages = _parsed(messages, "messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(given, dict) for given in messages):
@@ -441,7 +441,7 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: 
 
 
 def _require_tools(chat: list[Message], schemas: dict[str, Any]) -> None:
-    """Raises ValueError if a tool is called that is neither given nor named in a system message."""
+    """Raises ValueError if a called tool is neither among the chat's tools nor named in a system message."""
     texts = "\n".join(message["content"] for message in chat if message["role"] in ("system", "developer"))
     for message in chat:
         for call in message.get("tool_calls", []):
@@ -454,8 +454,8 @@ def _require_tools(chat: list[Message], schemas: dict[str, Any]) -> None:
 
 
 def _without_channel(given: dict[str, Any]) -> dict[str, Any]:
-    """Brings a message of OpenAI's Harmony into the form of others. A channel that is not understood stays, and is
-    refused as any unknown key.
+    """Converts a message of OpenAI's Harmony to the usual form. An unknown channel is kept, and then refused like any
+    unknown key.
     """
     channel = given.get("channel")
     recipient = given.get("recipient")
@@ -468,7 +468,7 @@ def _without_channel(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tuple[Message, bool]:
-    """Returns (a message in the one form, whether it was a call with a role of its own)."""
+    """Returns (the converted message, whether its role was that of a call)."""
     role = given.get("role", given.get("from"))
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"message {number} has the role {role!r}; the roles are {', '.join(ROLES)}")
@@ -481,7 +481,7 @@ def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tup
     if is_call:
         calls = _parsed(_text(content, place), f"{place}: the call")
         content = ""
-    elif given.get("function_call"):  # OpenAI's form before tool_calls
+    elif given.get("function_call"):  # OpenAI's older form of tool_calls
         calls = [{"function": given["function_call"]}]
     calls = _parsed(calls, f"{place}: tool_calls")
     calls = calls if isinstance(calls, list) else [calls]
@@ -502,7 +502,7 @@ def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tup
 
 
 def _text(content: Any, place: str) -> str:
-    """Returns a text, or the parts of one joined."""
+    """Returns a text, or the joined parts of one."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -524,7 +524,9 @@ def _text(content: Any, place: str) -> str:
 
 def _weight(given: dict[str, Any], place: str) -> float:
     weight = given.get("weight", 1)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:  # NaN is not
+    if (
+        isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT
+    ):  # refuses NaN too
         raise ValueError(
             f"{place} has the weight {weight!r:.40}; it must be a number from 0 (not trained) to {MOST_WEIGHT:,}"
         )
@@ -536,8 +538,8 @@ def _weight(given: dict[str, Any], place: str) -> float:
     return weight
 
 
-# Tools. Arrow gives every object of a column the keys of all rows, with null for those that it had not. What is null in
-# truth, the tool's own schema says; JSON that was written as text is as its author wrote it.
+# Tools. Arrow gives every object of a column the keys of all rows, with null for missing ones. The tool's schema says
+# which values may really be null; JSON that was stored as text is unchanged.
 
 
 def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -547,14 +549,15 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
     if not names:
         return []
     given = row[names[0]]
-    # Columns of Parquet have them as JSON, since their schemas differ.
+    # Parquet stores tools as JSON, since their schemas differ.
     tools = (
         _parsed(given, f"column {names[0]!r}") if isinstance(given, str) else _without_nulls(_parsed(given, "a tool"))
     )
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"column {names[0]!r} must be a list of objects")
     for number, tool in enumerate(tools):
-        # Servers give templates tools. `functions`, LLaMA-Factory's `tools` and OpenAI's Responses are functions alone.
+        # Servers pass tools to templates. `functions`, LLaMA-Factory's `tools` and OpenAI's Responses are bare
+        # functions.
         if "name" in tool and "function" not in tool and tool.get("type", "function") == "function":
             function = {key: value for key, value in tool.items() if key != "type"}
             tools[number] = {"type": "function", "function": function}
@@ -562,7 +565,7 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, place: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Brings a call into OpenAI's form, with arguments as an object."""
+    """Converts a call to OpenAI's form, with arguments as an object."""
     function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{place}: a tool call must be {{function: {{name, arguments}}}}")
@@ -581,7 +584,7 @@ def _call(call: Any, place: str, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _allows_null(schema: Any) -> bool:
-    """Returns whether a JSON schema names null as a value."""
+    """Returns whether a JSON schema allows null."""
     if not isinstance(schema, dict):
         return False
     if schema.get("nullable") is True or "null" in (schema.get("type") or ()) or None in (schema.get("enum") or ()):
@@ -590,7 +593,7 @@ def _allows_null(schema: Any) -> bool:
 
 
 def _without_nulls(schema: Any) -> Any:
-    """Leaves out keys of a schema that are null, but for the default of what may be null."""
+    """Removes keys of a schema that are null, except the default of a nullable value."""
     if isinstance(schema, list):
         return [_without_nulls(item) for item in schema]
     if not isinstance(schema, dict):
@@ -603,7 +606,7 @@ def _without_nulls(schema: Any) -> Any:
 
 
 def _real_values(value: Any, schema: Any) -> Any:
-    """Leaves out arguments that are null, and may not be by their schema."""
+    """Removes arguments that are null although their schema does not allow it."""
     schema = schema if isinstance(schema, dict) else {}
     if isinstance(value, list):
         return [_real_values(item, schema.get("items")) for item in value]
@@ -618,7 +621,7 @@ def _real_values(value: Any, schema: Any) -> Any:
 
 
 def _parsed(value: Any, place: str) -> Any:
-    """Reads JSON that is text, also that of the items of a list."""
+    """Parses JSON that is stored as text, also in the items of a list."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
