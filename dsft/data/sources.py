@@ -2,9 +2,9 @@
 
 A hub data set is written as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, with a split that may be a slice (train[:5%]).
 
-Of files each row has its number, and an error names file and line; only a .json file that is one list is held whole.
-`datasets` reads hub data sets alone: in files it guesses the types of columns over all rows, fills the keys that other
-rows have with None, and loses line numbers.
+Rows of files are numbered, and an error names file and line; only a .json file that is one list is loaded whole.
+`datasets` reads hub data sets only: for files it guesses the types of columns over all rows, fills keys of other rows
+with None, and loses line numbers.
 """
 
 import csv
@@ -29,20 +29,20 @@ from dsft.config.options import DataFields
 from dsft.errors import UserError, one_line
 
 ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
-OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}  # of endings
+OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}  # of file extensions
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Word in the name of a file or its folder -> its split, as `datasets` finds it (data_files.py, SPLIT_KEYWORDS)."""
-COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # endings after those of text -> pyarrow's name
-PACKED = (".xz", ".zip", ".lz4", ".7z")  # endings of files that are not read: refused, not left out
+"""Word in the name of a file or folder -> its split, as in `datasets` (data_files.py, SPLIT_KEYWORDS)."""
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # further extension of text files -> pyarrow's name
+PACKED = (".xz", ".zip", ".lz4", ".7z")  # extensions that are not read: refused, not skipped
 ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datasets.save_to_disk` writes them beside rows
 LONGEST_TEXT = 1 << 30
-"""Bytes of a text file: it is one document, and one call of the tokenizer."""
+"""Bytes of a text file, which is one document and one call of the tokenizer."""
 WHITE_SPACE = re.compile(r"\s")
-NEAR_CUT = 1000  # characters within which a text is cut at white space
+NEAR_CUT = 1000  # characters after a cut in which white space is searched
 BATCH_ROWS = 1000
 BATCH_CHARACTERS = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     """A row of a source; a text file is one row."""
 
     values: dict[str, Any] | None  # by column; None if `map_row` left it out
-    number: int = 1  # from 1 in its file or data set: the line where the format has lines, else the row
+    number: int = 1  # from 1 in its file or data set: the line if the format has lines, else the row
     place: str = ""  # the file, or the data set's name
 
     def where(self) -> str:
@@ -61,14 +61,14 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Some rows of one file or hub data set."""
+    """Consecutive rows of one file or hub data set."""
 
     rows: list[Row]
-    first: int = 0  # rows before it
+    first: int = 0  # number of rows before it
 
 
 def batched(rows: Iterable[Row]) -> Iterator[Batch]:
-    """Forms batches in order."""
+    """Groups rows into batches, in order."""
     first = 0
     for _, of_place in groupby(rows, key=lambda row: row.place):
         batch: list[Row] = []
@@ -91,18 +91,18 @@ class Source:
     """One entry of `data` or `eval_data`."""
 
     name: str  # as the user wrote it
-    key: str  # the option it comes from, for messages
+    key: str  # its option, for messages
     files: tuple[str, ...] = ()
     other_splits: tuple[str, ...] = ()  # files beside these that are not read
     hub: tuple[str, str | None, str] | None = None  # (name, config, split) on the hub; None with files
     map_row: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
-    """The user's own, called with each row before anything else reads it."""
-    text_column: str = "text"  # the name of what a text file contains, as of a column
+    """The user's function, called with each row before anything else reads it."""
+    text_column: str = "text"  # column name of a text file's content
 
     @property
     def identity(self) -> list[Any]:
-        """What changes when the content does: path, size and time of change of each file; on the hub name, split and
-        fingerprint of what was loaded; the source of `map_row`.
+        """Facts that change with the content: path, size and modification time of each file; for the hub, name, split
+        and fingerprint of the loaded data set; the source of `map_row`.
         """
         facts: list[Any] = []
         for file in map(Path, self.files):
@@ -115,13 +115,13 @@ class Source:
 
     @property
     def size_bytes(self) -> int:
-        """Of the files as they are on disk; of a hub data set, of its rows."""
+        """Size of the files on disk, or of a hub data set's rows."""
         if self.files:
             return sum(map(getsize, self.files))
         return _load_from_hub(*self.hub).data.nbytes
 
     def rows(self) -> Iterator[Row]:
-        """Reads all rows in order; UserError names the file and line, or the data set, that cannot be read."""
+        """Yields all rows in order; UserError names the file and line, or the data set, that cannot be read."""
         for place in self.files or self.hub[:1]:
             for row in self._rows_of(place):
                 row = row._replace(place=place)
@@ -140,7 +140,7 @@ class Source:
             yield from read_file(place)
 
     def first_rows(self) -> list[Row]:
-        """Reads as many as a batch has."""
+        """Returns the rows of the first batch."""
         for batch in batched(row for row in self.rows() if row.values is not None):
             return batch.rows
         raise UserError(f"{self.name} contains no rows, or map_row leaves all of them out")
@@ -148,21 +148,21 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """A share of the rows, drawn by seed: one of each 1 / fraction consecutive ones. Of a text file it is the end."""
+    """A share of the rows, drawn by seed: one of every 1 / fraction consecutive rows. For a text file, its end."""
 
     fraction: float
     seed: int
-    wanted: bool  # True for what is held out, False for the rest
+    wanted: bool  # True for the held-out rows, False for the rest
 
     def is_held_out(self, number: int) -> bool:
-        """Whether the row of this number, from 0, is the one that is drawn from its block."""
+        """Whether the row of this number, from 0, is the one drawn from its block."""
         share = Fraction(str(self.fraction))
         block = math.floor(number * share)
         generator = random.Random(f"{self.seed} {block}")
         return number == generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
 
     def rows(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Leaves out the rows that are not wanted."""
+        """Yields the wanted rows."""
         number = 0
         for row in rows:
             if row.values is None:
@@ -184,11 +184,11 @@ class HeldOut:
 
 
 def find_sources(entries: list[str], config: DataFields, *, key: str, problems: list[str]) -> list[Source]:
-    """Finds the source of each entry of the option `key`: the files of a path, folder or glob by name, else a hub data
-    set. Paths without data are problems.
+    """Returns the source of each entry of the option `key`: the files of a path, folder or glob by name, else a hub
+    data set. Paths without data are added to `problems`.
     """
     option = "eval_split" if key == "eval_data" else "data_split"
-    split = getattr(config, option)  # of a hub data set that names none
+    split = getattr(config, option)  # for a hub data set without one in its name
     sources = []
     try:
         map_row = config.map_row and user_code.load("map_row", config.map_row)
@@ -229,7 +229,7 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, problems: 
 
 
 def _find_files(entry: str) -> list[Path]:
-    """Lists the files of a path, folder or glob; none of what may be on the hub. ValueError if there is no data."""
+    """Lists the files of a path, folder or glob; empty for a possible hub name. ValueError if there is no data."""
     kinds = f"{', '.join(ENDINGS)} (also with {', '.join(COMPRESSED)})"
     path = Path(entry).expanduser()
     if path.is_dir():
@@ -256,8 +256,8 @@ def _find_files(entry: str) -> list[Path]:
 
 
 def _splits_of(files: list[Path]) -> list[str]:
-    """Returns the split of each file of a folder or glob by the last word for one in its name below what is common to
-    all; by default train.
+    """Returns the split of each file of a folder or glob: that of the last such word in its path, without the part
+    common to all files; by default train.
     """
     splits = []
     common = len(os.path.commonpath(files)) if files else 0
@@ -268,7 +268,7 @@ def _splits_of(files: list[Path]) -> list[str]:
 
 
 def ending(path: str | Path) -> str:
-    """Returns .jsonl for a.jsonl and for a.jsonl.gz; "" for what is none of ENDINGS."""
+    """Returns .jsonl for a.jsonl and for a.jsonl.gz; "" for extensions that are not in ENDINGS."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSED
     if is_compressed:
@@ -280,19 +280,19 @@ def ending(path: str | Path) -> str:
 
 
 def is_path(entry: str) -> bool:
-    """Returns whether `entry`, where no file is, must be a path, not a name on the hub."""
+    """Returns whether `entry`, at which there is no file, must be a path and not a name on the hub."""
     has_folders = entry.startswith((".", "~", "/")) or entry.partition(":")[0].count("/") > 1
     return bool(ending(entry)) or has_folders or "*" in entry
 
 
 @functools.cache
 def _load_from_hub(name: str, config: str | None, split: str) -> Any:
-    """Loads a data set once for everyone in this process who reads it."""
-    import datasets  # takes a second, which files do not need
+    """Loads a data set once per process."""
+    import datasets  # takes a second, and files do not need it
 
     try:
         return datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # the hub client raises dozens of kinds; each is the user's to see in one line
+    except Exception as error:  # the hub client raises dozens of kinds; each is reported in one line
         raise UserError(
             f"{name} is neither a file (working directory: {Path.cwd()}) nor a hub data set that can be read:"
             f" {type(error).__name__}: {one_line(error)}"
@@ -303,7 +303,7 @@ def _load_from_hub(name: str, config: str | None, split: str) -> Any:
 
 
 def read_file(path: str) -> Iterator[Row]:
-    """Reads the rows of one file; UserError names the file, and the line where the format has lines."""
+    """Yields the rows of one file; UserError names the file, and the line if the format has lines."""
     if getsize(path) == 0:
         raise UserError(f"{path} is empty")
     readers = {
@@ -318,7 +318,7 @@ def read_file(path: str) -> Iterator[Row]:
         yield from readers.get(kind, _read_json)(path)
     except UserError:
         raise
-    except Exception as error:  # of five libraries; each is the user's to see in one line
+    except Exception as error:  # from five libraries; each is reported in one line
         raise UserError(f"{path} cannot be read as {kind[1:]}: {one_line(error)}") from None
 
 
@@ -326,14 +326,14 @@ def _open(path: str) -> BinaryIO:
     compression = COMPRESSED.get(Path(path).suffix.lower())
     if not compression:
         return open(path, "rb")
-    import pyarrow  # a launch does without
+    import pyarrow  # not needed by a launch
 
-    # Raises where the file was cut off, also at the end of a frame.
+    # Raises if the file is truncated, even at the end of a frame.
     return io.BufferedReader(pyarrow.input_stream(path, compression=compression))
 
 
 def _read_json(path: str) -> Iterator[Row]:
-    """Reads one object per line, of a .json file also one list of objects, which is then held in memory."""
+    """Yields one object per line, or those of a .json file that is one list, which is loaded whole."""
     with _open(path) as content:
         if ending(path) == ".json" and content.peek(1).lstrip(BYTE_ORDER_MARK + b" \t\r\n").startswith(b"["):
             place = "row"
@@ -348,7 +348,7 @@ def _read_json(path: str) -> Iterator[Row]:
 
 
 def _read_lines(path: str, content: BinaryIO) -> Iterator[tuple[int, Any]]:
-    """Yields (number, value) of each line that is not empty."""
+    """Yields (number, value) for each line that is not empty."""
     for number, line in enumerate(content, start=1):
         line = line.removeprefix(BYTE_ORDER_MARK).strip()
         if not line:
@@ -374,7 +374,7 @@ def _read_csv(path: str) -> Iterator[Row]:
 
 
 def _read_columnar(path: str) -> Iterator[Row]:
-    """Reads Parquet, and Arrow's stream as `datasets` writes it."""
+    """Yields the rows of Parquet, and of Arrow's stream format, which `datasets` writes."""
     import pyarrow.parquet
 
     with pyarrow.memory_map(path) as file:
@@ -390,7 +390,7 @@ def _read_columnar(path: str) -> Iterator[Row]:
 
 
 def _read_text(path: str) -> Iterator[Row]:
-    """Reads the file as one document."""
+    """Yields the file as one document."""
     with _open(path) as content:
         encoded = content.read(LONGEST_TEXT + 1)
     if len(encoded) > LONGEST_TEXT:

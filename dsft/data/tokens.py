@@ -1,20 +1,20 @@
-"""Turns rows into token sequences: what is trained of each, and what happens to those that are too long. Everything cut
-or dropped is counted.
+"""Turns rows into token sequences, marks their trained tokens, and handles those that are too long. Everything cut or
+dropped is counted.
 
 A source is tokenised once, on all cores, for every rank that sees the same cache folder and for every later run.
 
-The first process to arrive takes a lock and works; the others wait for it outside of any collective, and send their
-watchdogs heartbeats meanwhile.
+The first process acquires a lock and does the work; the others wait for it outside any collective, and send heartbeats
+to their watchdogs meanwhile.
 
-The tokens lie on disk, read without loading them, in a folder that is complete or not there:
+The tokens are on disk, memory-mapped, in a folder that is either complete or missing:
 
-tokens.bin    [F] uint16 or int32: all sequences (documents, where the data is text) end to end
+tokens.bin    [F] uint16 or int32: all sequences (or documents, if the data is text), concatenated
 trained.bin   [F] bool
-weights.bin   [F] float32, by which the loss of each token is multiplied; of chats, whose messages may have weights
+weights.bin   [F] float32, by which the loss of each token is multiplied; for chats, whose messages may have weights
 ends.bin      [S] int64
-row_ends.bin  [R] int64: where the sequences of each row end; a row that is left out has none
-document_hashes.bin, document_bytes.bin, document_words.bin    [R], of the texts; only of an evaluation
-facts.json    counts, what the tokens were made from, and the SHA-256 of tokens, trained, ends and weights
+row_ends.bin  [R] int64: end of the sequences of each row; a row that is left out has none
+document_hashes.bin, document_bytes.bin, document_words.bin    [R], of the texts; only in an evaluation
+facts.json    counts, the source, and the SHA-256 of tokens, trained, ends and weights
 """
 
 import ctypes
@@ -48,46 +48,46 @@ from dsft.runtime.console import progress_bar
 from dsft.runtime.disk import user_cache
 from dsft.runtime.hardware import cpu_count, free_host_bytes
 
-_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of its own, where SentencePiece has no piece for a character
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token for a byte of a character without a piece
 FACTS = "facts.json"
 COUNTS = (
     *("rows", "left_out_by_map_row", "truncated", "split"),
     *("dropped_long", "dropped_untrained", "dropped_empty", "dropped_bad"),
     *("rendered_apart", "unrendered", "unprompted", "empty_thinking", "trained_tokens", "weighted_tokens"),
 )
-"""What is counted of every source, in the order of the data line; `tokens` follow. Of chats:
-rendered_apart (sequences for answers that the template renders otherwise in a longer chat), unrendered, unprompted
-(answers that no generation prompt leads to), empty_thinking; weighted_tokens are trained ones of a weight other than 1.
+"""Counts of every source, in the order of the printed line; `tokens` follow. For chats: rendered_apart (separate
+sequences for answers that the template renders differently in a longer chat), unrendered, unprompted (answers without
+a matching generation prompt), empty_thinking; weighted_tokens are trained tokens with a weight other than 1.
 """
 DOCUMENT_COLUMNS = {"document_hashes": "uint64", "document_bytes": "int64", "document_words": "int64"}
-"""Name -> type; bytes are those of UTF-8."""
-VERSION = 16  # of the folders; a change of code that changes tokens raises it
+"""Name -> type; bytes are UTF-8."""
+VERSION = 16  # of the folders; raised by changes of the code that change tokens
 WORKERS_FROM_BYTES = 8 << 20
-"""Of chats, which are rendered one by one; smaller sources are left to this process. Texts and pairs are tokenised many
-at once, by the tokenizer's own threads.
+"""Of chats, which are rendered one by one; smaller sources are tokenised in this process. Texts and pairs are tokenised
+in batches by the tokenizer's own threads.
 """
 WORKER_BYTES = 200 << 20
-"""What a worker takes beside what it shares; together they take at most a quarter of the memory that is free."""
+"""Memory of a worker beside shared pages; together they use at most a quarter of the free memory."""
 
-Sample = Text | Pair | Chat | None  # a row in its canonical form; None for one that is left out
+Sample = Text | Pair | Chat | None  # a converted row; None if it is left out
 
 
 @dataclass(kw_only=True)
 class Tokens:
-    """Sequences laid end to end. F tokens, S sequences, R rows."""
+    """Concatenated sequences. F tokens, S sequences, R rows."""
 
     ids: np.ndarray  # [F] int32
     weights: np.ndarray
-    """[F] float32: what the loss of each token is multiplied by; 0 if it is not trained, as the first of a sequence."""
+    """[F] float32: factor of each token's loss; 0 if it is not trained, such as the first of a sequence."""
     ends: np.ndarray  # [S] int64
     row_ends: np.ndarray  # [R] int64
     counts: Counter  # of rows and sequences; the keys are COUNTS
     first: dict[str, str] = field(default_factory=dict)
-    """Key of `counts` -> where the first such row is, and why it is counted."""
+    """Key of `counts` -> place of the first such row, and why it is counted."""
     documents: dict[str, np.ndarray] = field(
         default_factory=lambda: {name: np.zeros(0, dtype) for name, dtype in DOCUMENT_COLUMNS.items()}
     )
-    """[R], of the texts, in an evaluation; empty in a training."""
+    """[R], of the texts, in an evaluation; empty in training."""
 
     @property
     def trained(self) -> np.ndarray:
@@ -96,12 +96,12 @@ class Tokens:
 
 
 def tokenise(rows: list[Row], rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Turns rows into token sequences; UserError names a row that cannot be used, where `bad_rows` is error."""
+    """Turns rows into token sequences; UserError names a row that cannot be used, if `bad_rows` is error."""
     return tokenise_samples(TokensBuilder(rows, rules), tokenizer)
 
 
 def tokenise_samples(builder: "TokensBuilder", tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Adds the tokens of all samples of `builder`."""
+    """Tokenises all samples of `builder`, and returns its tokens."""
     rules = builder.rules
     texts = [sample.text for sample in builder.samples if isinstance(sample, Text)]
     pairs = [sample for sample in builder.samples if isinstance(sample, Pair)]
@@ -109,14 +109,14 @@ def tokenise_samples(builder: "TokensBuilder", tokenizer: PreTrainedTokenizerBas
     completions = encode_continued(tokenizer, [pair.completion for pair in pairs])
     for sample in builder.rows():
         match sample:
-            case Text():  # a document as it is, of any length: it is cut where its tokens are used
+            case Text():  # a document unchanged, of any length: windows are cut later
                 ids = next(beginnings)
                 if sample.text:
                     ids += end_of(sample.text, tokenizer)
                     builder.put(np.array(ids, np.int32), np.ones(len(ids), np.float32))
                 else:
                     builder.counts["dropped_empty"] += 1
-            case Pair():  # prompt and completion as they are
+            case Pair():  # prompt and completion unchanged
                 prompt = next(beginnings)
                 ids = prompt + next(completions) + end_of(sample.completion, tokenizer)
                 trained_from = 0 if rules.train_on == "all" else len(prompt)
@@ -138,24 +138,24 @@ def tokenise_samples(builder: "TokensBuilder", tokenizer: PreTrainedTokenizerBas
 
 
 def closes_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether the tokenizer puts an end token after each text by itself."""
+    """Returns whether the tokenizer itself adds an end token to each text."""
     return next(encode(tokenizer, ["a"]))[-1:] == [tokenizer.eos_token_id]
 
 
 def opens_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether the tokenizer puts BOS before each text by itself."""
+    """Returns whether the tokenizer itself adds BOS to each text."""
     bos = tokenizer.bos_token_id
     return bos is not None and next(encode(tokenizer, ["a"]))[:1] == [bos]
 
 
 def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
-    """Returns [V] int64, how many UTF-8 bytes of a text each token stands for, none for special ones, and how many of
-    them the first token of a text has too many: the blank that SentencePiece puts before a text.
+    """Returns [V] int64, the UTF-8 bytes of each token's text, 0 for special tokens; and how many of them the first
+    token of a text does not have: the space that SentencePiece adds before a text.
     """
     vocabulary = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
     added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
-    # Then a character of a piece is a byte of the text.
+    # If so, a character of a piece is a byte of the text.
     is_byte_level = tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
     bytes_V = np.zeros(max(vocabulary.values()) + 1, np.int64)
     for piece, number in vocabulary.items():
@@ -184,12 +184,12 @@ class TokensBuilder:
         self.first: dict[str, str] = {}
         self.size = 0
         self.ids: list[np.ndarray] = []
-        self.weights: list[np.ndarray] = []  # float32, of the loss of each token
+        self.weights: list[np.ndarray] = []  # float32, factors of the tokens' loss
         self.ends: list[int] = []
         self.row_ends: list[int] = []
-        self.place = ""  # of the row at hand
-        self.is_too_long = False  # whether it has a sequence that is
-        # Of each row.
+        self.place = ""  # of the current row
+        self.is_too_long = False  # whether the current row has a sequence that is too long
+        # For each row.
         self.samples: list[Sample] = []
         self.are_too_long: list[bool] = []
         for row in self.read_rows:
@@ -204,7 +204,7 @@ class TokensBuilder:
             self.samples.append(sample)
 
     def rows(self) -> Iterator[Sample]:
-        """Yields the sample of each row; what is added before the next one is the row's."""
+        """Yields the sample of each row; sequences added before the next one belong to this row."""
         for row, sample in zip(self.read_rows, self.samples, strict=True):
             self.place = row.where()
             self.is_too_long = False
@@ -213,7 +213,7 @@ class TokensBuilder:
             self.are_too_long.append(self.is_too_long)
 
     def note(self, name: str, why: str, number: int = 1) -> None:
-        """Counts a row, and keeps the first reason."""
+        """Counts a row, and stores the first reason."""
         self.counts[name] += number
         self.first.setdefault(name, f"{self.place}: {why}")
 
@@ -225,7 +225,7 @@ class TokensBuilder:
         self.note("dropped_bad", problem)
 
     def add(self, ids: list[int], spans: Spans) -> None:
-        """Adds a sample with the tokens of `spans` trained. One longer than seq_len follows the policy `too_long`. A
+        """Adds a sample whose tokens in `spans` are trained. `too_long` decides about one longer than seq_len. A
         sequence without a trained token (its answer was cut off) is left out.
         """
         array = np.asarray(ids, np.int32)
@@ -263,7 +263,7 @@ class TokensBuilder:
         self.ends.append(self.size)
 
     def tokens(self) -> Tokens:
-        """Returns what was collected."""
+        """Returns the collected sequences."""
         return Tokens(
             ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
             weights=np.concatenate([np.zeros(0, np.float32), *self.weights]),
@@ -275,8 +275,8 @@ class TokensBuilder:
 
 
 def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], Spans]:
-    """Encodes the text of a chat, cut where what is trained begins and ends, as a server does: it encodes the prompt
-    alone. Returns the ids, and which of them are trained.
+    """Encodes the text of a chat, split at the ends of its trained spans, since a server encodes the prompt alone.
+    Returns the ids, and the spans of trained ones.
     """
     bounds = sorted({0, len(rendered.text), *(bound for span in rendered.spans for bound in span[:2])})
     pieces = [rendered.text[start:end] for start, end in pairwise(bounds)]
@@ -291,15 +291,15 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
 
 @functools.lru_cache(maxsize=8)
 def _stripping_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Lists added tokens that stand for the white space after them too, as markers of Phi-3 do."""
+    """Lists added tokens that include the white space after them, such as Phi-3's markers."""
     return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.rstrip)
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Lists the ids of the tokens that trained answers end with, that of a plain answer first.
+    """Lists the ids of the tokens that end trained answers, that of a plain answer first.
 
-    Small chats are rendered: an answer at the end, one that another message follows, and a tool call. A server must
-    stop at each: `eos_token_id` of the generation configuration.
+    Small chats are rendered: an answer at the end, one before another message, and a tool call. A server must stop at
+    each of these tokens: `eos_token_id` of the generation configuration.
     """
     if not tokenizer.chat_template:
         return []
@@ -314,21 +314,21 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     rows = []
     for messages in chats:
         rows.append(Row({"messages": messages, "tools": [tool] if calling in messages else []}))
-        if calling in messages:  # of a template that renders no tools, which a system message describes
+        if calling in messages:  # for a template without tools, which a system message describes
             rows.append(Row({"messages": [{"role": "system", "content": "look_up(word)"}, *messages]}))
-    # A template without tools has no end of calls: such chats are dropped.
+    # A template without tools cannot render calls: such chats are dropped.
     rules = format_rules(rows, DataFields(bad_rows="drop", seq_len=1 << 20))
     tokens = tokenise(rows, rules, tokenizer)
     is_last = tokens.trained & ~np.append(tokens.trained[1:], False)
     return list(dict.fromkeys(tokens.ids[is_last].tolist()))
 
 
-# Texts with the tokens of their tokenizer
+# Encoding
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> Iterator[list[int]]:
-    """Encodes as `tokenizer(texts)` does; `special` with the tokens that the tokenizer puts around a text, but without
-    a second BOS before a text that was rendered before and has one.
+    """Yields the ids of each text, as `tokenizer(texts)`; with `special` tokens if set, but without a second BOS before
+    a text that already contains one.
     """
     if not texts:
         return
@@ -337,7 +337,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: boo
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = tokenizer.split_special_tokens
-        # Without the offsets, which take a fifth of the time.
+        # Without offsets, which need a fifth of the time.
         encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
         encoded = (encoding.ids for encoding in encodings)
     else:
@@ -349,14 +349,14 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: boo
 
 
 def encode_open(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
-    """Encodes texts that something follows: without the end token that the tokenizer may put after each."""
+    """Encodes texts that will be continued: without the end token that the tokenizer may add."""
     closes = closes_texts(tokenizer)
     for ids in encode(tokenizer, texts):
         yield ids[:-1] if closes else ids
 
 
 def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[list[int]]:
-    """Encodes texts that continue another one: without the blank that SentencePiece puts before each text."""
+    """Encodes texts that continue another one: without the space that SentencePiece adds before each text."""
     if not _puts_blank_before(tokenizer):
         yield from encode(tokenizer, texts, special=False)
         return
@@ -374,16 +374,16 @@ def _puts_blank_before(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def end_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the end token that is to follow a text; none if a text that was rendered before has it."""
+    """Returns the end token to append to a text; empty if the text already ends with it."""
     eos = tokenizer.eos_token
     return [] if eos is None or text.rstrip().endswith(eos) else [tokenizer.eos_token_id]
 
 
-# On the disk
+# On disk
 
 
 class Store:
-    """A finished folder."""
+    """A finished folder of tokens."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -391,16 +391,16 @@ class Store:
         """is_text, source, dtype, counts, first, tokens_hash."""
         self.counts: dict[str, int] = self.facts["counts"]
         self.is_text: bool = self.facts["is_text"]
-        """Documents, to be cut into windows; else samples that are sequences as they are."""
+        """Whether it contains documents, to be cut into windows; else each sample is a sequence."""
         self.tokens = _mapped(folder, "tokens", self.facts["dtype"])
         self.trained = _mapped(folder, "trained", "bool")
         self.ends = _mapped(folder, "ends", "int64")
         self.row_ends = _mapped(folder, "row_ends", "int64")
         self.documents = {name: _mapped(folder, name, dtype) for name, dtype in DOCUMENT_COLUMNS.items()}
         self.weights = _mapped(folder, "weights", "float32") if self.counts["weighted_tokens"] else None
-        """None if they are 0 and 1."""
+        """None if all are 0 or 1."""
 
-    def __reduce__(self):  # processes of torch's loader open the files themselves
+    def __reduce__(self):  # processes of torch's DataLoader open the files themselves
         return Store, (self.folder,)
 
 
@@ -412,7 +412,7 @@ def _mapped(folder: Path, name: str, dtype: str) -> np.ndarray:
 def write_store(
     place: Path, parts: Iterable[Tokens], *, source: str, is_text: bool, largest_id: int, has_weights: bool = False
 ) -> Store:
-    """Writes a folder beside its place, `PLACE.partial`, and puts it there when all is on disk."""
+    """Writes the folder `PLACE.partial`, renames it to `place` when everything is on disk, and returns it."""
     beside = place.with_name(f"{place.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -471,8 +471,8 @@ def write_store(
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is made of the rows of a source: sequences for training. The evaluator has kinds of its own, with fields,
-    which are part of the fingerprint. Worker processes get a copy.
+    """Turns the rows of a source into sequences for training. The evaluator has subclasses with fields, which are part
+    of the fingerprint. Worker processes get a copy.
     """
 
     def rows(self, rows: Iterator[Row], rules: FormatRules) -> Iterator[Row]:
@@ -499,7 +499,7 @@ def fingerprint(data: FormattedSource, tokenizer: PreTrainedTokenizerBase, prepa
     if tokenizer.is_fast:
         backend = tokenizer.backend_tokenizer.to_str()
     else:
-        # Whether it puts BOS before a text is an option of such a tokenizer, not of its vocabulary.
+        # For a slow tokenizer, adding BOS is an option that is not part of its vocabulary.
         backend = json.dumps([sorted(tokenizer.get_vocab().items()), next(encode(tokenizer, ["a"]))])
     identity = [VERSION, data.source.identity, asdict(rules), data.held_out and asdict(data.held_out)]
     identity += [type(tokenizer).__name__, backend, tokenizer.split_special_tokens]
@@ -515,19 +515,19 @@ def prepare(
     preparation: Preparation = TRAINING,
     show_progress: bool = True,
 ) -> Store:
-    """Returns the tokens of `data`, made now or earlier; UserError names file and line of what cannot be used."""
+    """Returns the tokens of `data`, from the cache or computed; UserError names file and line of unusable rows."""
     place = cache / fingerprint(data, tokenizer, preparation)
     if (place / FACTS).is_file():
         return Store(place)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place.with_name(f"{place.name}.lock"), fallback_to_soft=False)  # a soft one outlives a kill
-        with lock.acquire(cancel_check=watchdog.heartbeat):  # however long another process is at work that has it
+        with lock.acquire(cancel_check=watchdog.heartbeat):  # waits as long as another process works
             if not (place / FACTS).is_file():
                 _write(data, tokenizer, place, preparation, show_progress)
     except (OSError, NotImplementedError) as error:
         raise UserError(f"data_cache: {cache}: {one_line(error)}; free some space or name another folder") from None
-    # glibc keeps most of what is freed, gigabytes after a text of 50 MB; other C libraries have no such function.
+    # glibc keeps most freed memory, gigabytes after a text of 50 MB; other C libraries have no such function.
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     return Store(place)
@@ -572,7 +572,7 @@ def _tokenised(
 ) -> Iterator[Tokens]:
     """Tokenises in the order of the batches, with at most a few of them in memory."""
     if workers == 1:
-        # The tokenizer's threads are off elsewhere, for the processes that torch's loader forks (runtime/console.py).
+        # Elsewhere the tokenizer's threads are off, since torch's DataLoader forks processes (runtime/console.py).
         before = os.environ.get("TOKENIZERS_PARALLELISM", "false")
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         try:
@@ -580,7 +580,7 @@ def _tokenised(
         finally:
             os.environ["TOKENIZERS_PARALLELISM"] = before
         return
-    import torch  # not needed for what is prepared already
+    import torch  # not needed if the tokens are cached
 
     loader = torch.utils.data.DataLoader(
         _Tokeniser(tokenise_batch),
@@ -589,7 +589,7 @@ def _tokenised(
         num_workers=workers,
         worker_init_fn=_end_with_parent,
         multiprocessing_context="fork",
-        generator=torch.Generator(),  # it draws a seed; the ranks that prepare nothing draw none
+        generator=torch.Generator(),  # the loader draws a seed, which other ranks do not draw from the global generator
     )
     try:
         for tokens in loader:
@@ -601,12 +601,12 @@ def _tokenised(
 
 
 def _end_with_parent(_worker: int) -> None:
-    """Has the kernel end this process with its parent (PR_SET_PDEATHSIG): it would wait for ever to return tokens."""
+    """Lets the kernel kill this process with its parent (PR_SET_PDEATHSIG): it would wait forever to return tokens."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 class _Tokeniser:
-    """What the loader's processes read items of."""
+    """The data set of the loader's processes: an item is a tokenised batch."""
 
     def __init__(self, tokenise_batch: Callable[[Batch], Tokens]):
         self.tokenise_batch = tokenise_batch
@@ -614,5 +614,5 @@ class _Tokeniser:
     def __getitem__(self, batch: Batch) -> Tokens | UserError:
         try:
             return self.tokenise_batch(batch)
-        except UserError as error:  # the loader would add its own words to one that is raised
+        except UserError as error:  # the loader would add its own text to a raised one
             return error

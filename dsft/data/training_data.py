@@ -1,4 +1,4 @@
-"""Goes from the options to what the Trainer is given: items, their collator, and the counts of them."""
+"""Builds the Trainer's inputs from the options: items, their collator, and their counts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -40,13 +40,13 @@ ROW_NOTES = {
     "empty_thinking": "chats with answers without reasoning, for which the chat template renders an empty think block;"
     " it is not trained (train_thinking: all does)",
 }
-"""Count of a store -> what became of rows that are not trained as they are in the data."""
+"""Count of a store -> how these rows differ from the data."""
 UNUSED_TEMPLATE = (
     "the tokenizer has a chat template, but rows do not use it: a chat server prompts the model in another"
     " form than it is trained in. columns or as_chat: true makes chats of rows; dsft chat --raw continues text"
 )
-LONGEST_BEGINNING = 32  # tokens of a held-out text that a sample continues
-CHECKED_ROWS = 50  # of each source, read and tokenised before anything else is done
+LONGEST_BEGINNING = 32  # tokens of a held-out text for a sample to continue
+CHECKED_ROWS = 50  # of each source, read and tokenised before anything else
 
 
 def check_sources(
@@ -57,7 +57,7 @@ def check_sources(
     key: str,
     problems: list[str],
 ) -> list[FormattedSource]:
-    """Finds the sources of the option `key` and their formats; problems of their first rows go to `problems`."""
+    """Returns the sources of the option `key` with their formats; adds problems of their first rows to `problems`."""
     sources = []
     for source in find_sources(entries, config, key=key, problems=problems):
         try:
@@ -85,7 +85,7 @@ def check_sources(
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model answers at each evaluation, as text and as tokens."""
+    """A prompt that the model continues at each evaluation, as text and as tokens."""
 
     text: str
     ids: list[int]
@@ -97,23 +97,23 @@ def sample_prompts(
     tokenizer: PreTrainedTokenizerBase,
     held_out: Sequences | None = None,
 ) -> list[Prompt]:
-    """Lists the prompts of `generate_samples`. A text is a user's turn where the data are chats; TEMPLATE_ERRORS where
-    the chat template cannot render it. A number takes so many of `held_out`, evenly spread: what stands before the
-    first token that is trained, or the beginning of a text.
+    """Returns the prompts of `generate_samples`. A text is a user's turn if the data are chats; raises TEMPLATE_ERRORS
+    if the chat template cannot render it. A number selects that many evenly spaced sequences of `held_out`: the tokens
+    before the first trained one, or the beginning of a text.
     """
     if isinstance(config.generate_samples, list):
         texts = config.generate_samples
         if tokenizer.chat_template and any(each.rules.form is Chat for each in data):
             return [Prompt(text, chat_ids(tokenizer, [{"role": "user", "content": text}])) for text in texts]
         return [Prompt(*each) for each in zip(texts, encode_open(tokenizer, texts), strict=True)]
-    # The last window of a text may be of a single token, before which there is no prompt.
+    # The last window of a text may have a single token, and no prompt before it.
     prompts = []
     usable = np.flatnonzero(held_out.lengths > 1) if held_out else np.zeros(0, np.int64)
     number = min(config.generate_samples, len(usable))
     for index in usable[np.linspace(0, len(usable) - 1, number).astype(int)]:
         sequence = held_out[index]
         first = int(np.argmax(sequence["labels"] != IGNORED))
-        if first <= 1:  # of a text all is trained
+        if first <= 1:  # a text is trained whole
             first = min(LONGEST_BEGINNING, len(sequence["labels"]) // 2)
         ids = sequence["input_ids"][:first].tolist()
         prompts.append(Prompt(tokenizer.decode(ids, skip_special_tokens=True).strip(), ids))
@@ -146,7 +146,7 @@ def check_prompts(
 
 @dataclass(kw_only=True)
 class TrainingData:
-    """What one training reads."""
+    """The data of one training."""
 
     items: Sequences | PackedRows
     collator: Callable[[list], dict[str, Any]]
@@ -154,13 +154,13 @@ class TrainingData:
     counts: dict[str, Any]
     held_out_counts: dict[str, Any] | None
     uses_chat_template: bool = False  # whether all rows are chats
-    prompts: list[Prompt] = field(default_factory=list)  # answered at each evaluation
+    prompts: list[Prompt] = field(default_factory=list)  # continued at each evaluation
     held_out_sets: tuple[str, ...] = ()  # names of the stores of `held_out`; empty if they have none
     strategy: str = "random"  # train_sampling_strategy of items that are single sequences
     notes: list[str] = field(default_factory=list)
 
     def require_a_full_step(self, batch: Batch) -> None:
-        """Raises UserError if an epoch has no step, where what does not fill one is left out."""
+        """Raises UserError if an epoch has no full step, for `dataloader_drop_last`."""
         if len(self.items) < batch.sequences:
             raise UserError(
                 f"dataloader_drop_last: the data has {len(self.items):,} sequences, and a step needs"
@@ -179,10 +179,10 @@ def load_training_data(
     place: int = 0,
     shared_by: int = 1,
 ) -> TrainingData:
-    """Prepares the tokens and makes the Trainer's items of them. Every rank calls it; who comes first prepares.
+    """Prepares the tokens and returns the Trainer's items. Every rank calls it; the first one prepares.
 
     Args:
-        flash: whether attention takes the bounds of packed samples.
+        flash: whether attention gets the bounds of packed samples.
         masked: whether padded batches have an attention mask.
         place, shared_by: of this rank among those that share every batch.
     """
@@ -193,7 +193,7 @@ def load_training_data(
     cache = cache_folder(config.data_cache)
 
     def stores_of(sources: list[FormattedSource], rows: HeldOut | None) -> list[Store]:
-        shown = not config.training.get("disable_tqdm")  # by the process that prepares; others wait
+        shown = not config.training.get("disable_tqdm")  # by the process that prepares
         return [prepare(replace(each, held_out=rows), tokenizer, cache, show_progress=shown) for each in sources]
 
     held_out_stores = stores_of(data if held_out_share else held_out, held_out_share)
@@ -224,7 +224,7 @@ def load_training_data(
         items = PackedRows(sequences, best_fit(lengths, config.seq_len))
         counts["packed_rows"] = len(items)
         counts["fill_rate"] = round(float(lengths.sum() / (len(items) * config.seq_len)), 4)
-    # Nodes without a common cache have each prepared for themselves; a node's files may be others. Collective.
+    # Nodes without a common cache have prepared separately, and their files may differ. Collective.
     distributed.wait_long("prepared")
     hashes = [store.facts["tokens_hash"] for store in [*stores, *held_out_stores]]
     require_agreement({SAME_FILES: {"content of data": " ".join(hashes)}})
@@ -252,7 +252,7 @@ def load_training_data(
 
 
 def _notes(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase, stores: list[Store]) -> list[str]:
-    """Lists what the user may not expect of the data."""
+    """Lists facts about the data that the user may not expect."""
     notes = []
     are_chats = _are_chats(data, tokenizer)
     if tokenizer.eos_token_id is None and not are_chats:
@@ -277,7 +277,7 @@ def _are_chats(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase) 
 
 
 def notes_on_unread(data: Iterable[FormattedSource]) -> list[str]:
-    """Names what of the data is not read, for each source."""
+    """Names the parts of each source that are not read."""
     notes = []
     for each in data:
         if each.source.other_splits:
