@@ -132,11 +132,12 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     problems: list[str] = []
     values, words = read_options(LaunchOptions, argv, problems)
     options = LaunchOptions(**values)
-    if words and words[0].startswith("--"):
-        problems.append(f"{words[0]}: {describe_unknown(words[0], field_types(LaunchOptions))}")
-    elif not words or words[0] not in MODULES:
+    if not words or words[0] not in MODULES:
+        known = field_types(LaunchOptions)
         word = repr(words[0]) if words else "nothing"
-        names = ", ".join(f"--{field.name}" for field in dataclasses.fields(LaunchOptions))
+        if words and words[0].startswith("--"):
+            word += f" ({describe_unknown(words[0], known)})"
+        names = ", ".join(f"--{name}" for name in known)
         problems.append(f"dsft launch: expected train or eval, got {word}; the options before them are {names}")
     for name, value in vars(options).items():
         if value == "":  # "$HOSTS" of a variable that is not set: not this machine instead
@@ -410,7 +411,9 @@ class _Store(threading.Thread):
         self._orders[key] = value
 
     def run(self) -> None:
-        while not self.is_closed and not self._listens():
+        while not self.is_closed:
+            with contextlib.suppress(OSError), socket.create_connection((self.address, self.port), timeout=5):
+                break
             time.sleep(1)
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the end of the store is the end of the job, and no news
         from torch.distributed import PrefixStore, TCPStore  # here: seconds
@@ -433,11 +436,6 @@ class _Store(threading.Thread):
                 time.sleep(1)
         except RuntimeError:  # torch's errors: the job has ended
             return
-
-    def _listens(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection((self.address, self.port), timeout=5):
-            return True
-        return False
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from dsft.doctor.run import Report, examine, examine_launched
 from dsft.errors import EXIT_USER_ERROR, UserError, one_line, raise_if_any
 from dsft.launch import hosts_of, remote_environment
 from dsft.runtime.console import show_table, show_text
-from dsft.runtime.launcher_env import map_launcher_variables
+from dsft.runtime.launcher_env import map_launcher_variables, rank, world_size
 from dsft.units import GiB, plural
 
 COLUMNS = ("node", "ranks", "devices", "memory", "/dev/shm", "address", "torch", "deepspeed", "dsft")
@@ -34,44 +34,33 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
     output_dir = str(values.get("output_dir") or "")
     if not options.hostfile:
         map_launcher_variables()
-    is_launched = not options.hostfile and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
+    is_launched = not options.hostfile and world_size() > 1 and "LOCAL_RANK" in os.environ
     if is_launched:
-        _run_as_rank(options, output_dir)
-    nodes = hosts_of(options) or {"localhost": options.num_gpus}
-    report = examine(
-        nodes,
-        variables=remote_environment(os.environ) if options.hostfile else None,
-        output_dir=output_dir,
-        port=options.master_port,
-        master=options.master_addr or "",
-        quick=options.quick,
-    )
-    deliver(report, options)
-    if report.has_errors:
-        sys.exit(EXIT_USER_ERROR)
-
-
-def _run_as_rank(options: DoctorOptions, output_dir: str) -> None:
-    """Takes part in the examination of a launch. The process exits here, with the same code on every rank."""
-    try:
-        report = examine_launched(output_dir=output_dir, quick=options.quick)
-    except RuntimeError as error:
-        raise UserError(
-            f"rank {os.environ['RANK']} could not join the others at {os.environ['MASTER_ADDR']},"
-            f" port {os.environ['MASTER_PORT']}: {one_line(error)}"
-        ) from None
-    if os.environ["RANK"] == "0":
-        deliver(report, options)
-    sys.stdout.flush()
-    os._exit(EXIT_USER_ERROR if report.has_errors else 0)  # other ranks may have exited: no shutdown of the group
-
-
-def deliver(report: Report, options: DoctorOptions) -> None:
-    """Prints the report as the options ask."""
-    if options.json:
-        show_text(json.dumps(report.as_dict(), indent=2))
+        try:
+            report = examine_launched(output_dir=output_dir, quick=options.quick)
+        except RuntimeError as error:
+            place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+            raise UserError(f"rank {rank()} could not join the others at {place}: {one_line(error)}") from None
     else:
-        show(report, only_findings=options.only_findings)
+        report = examine(
+            hosts_of(options) or {"localhost": options.num_gpus},
+            variables=remote_environment(os.environ) if options.hostfile else None,
+            output_dir=output_dir,
+            port=options.master_port,
+            master=options.master_addr or "",
+            quick=options.quick,
+        )
+    if not is_launched or rank() == 0:
+        if options.json:
+            show_text(json.dumps(report.as_dict(), indent=2))
+        else:
+            show(report, only_findings=options.only_findings)
+    code = EXIT_USER_ERROR if report.has_errors else 0
+    if is_launched:
+        sys.stdout.flush()
+        os._exit(code)  # other ranks may have exited: no shutdown of the group
+    if code:
+        sys.exit(code)
 
 
 def show(report: Report, *, only_findings: bool) -> None:

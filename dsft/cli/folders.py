@@ -32,7 +32,8 @@ from dsft.runtime import quick_imports
 from dsft.runtime.console import set_up_screen, show_table, show_text
 from dsft.units import GB, plural
 
-CHAT_HELP = "/system TEXT sets the system message, /reset begins from scratch, /quit exits; Ctrl-C stops an answer"
+CHAT_HELP = "/reset begins from scratch, /quit exits; Ctrl-C stops an answer"
+Message = dict[str, Any]
 
 
 def show_checkpoints(options: FolderOptions) -> None:
@@ -136,7 +137,7 @@ def run_chat(options: ChatOptions) -> str | None:
     model = build_model(config, dtype=resolve_dtype(options.dtype)).eval()
     positions = max_positions(model.config.get_text_config())
 
-    def answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def answer(messages: list[Message]) -> Message:
         """Prints an answer; returns it as the message that the next turn is asked with."""
         try:
             if options.raw:
@@ -165,36 +166,31 @@ def run_chat(options: ChatOptions) -> str | None:
             content = re.sub(r"<\|\w+\|>$", "", text.partition("<|channel|>final<|message|>")[2])
         return {"role": "assistant", "content": content}
 
+    begin = [{"role": "system", "content": options.system}] if options.system else []
     if options.prompt is not None:
-        return answer([*_begin_chat(options.system), {"role": "user", "content": options.prompt}])["content"]
-    _talk(answer, source=source, system=options.system)
+        return answer([*begin, {"role": "user", "content": options.prompt}])["content"]
+    if sys.stdin.isatty():
+        show_text(f"dsft: {source}; {CHAT_HELP}")
+    _talk(answer, begin)
 
 
-def _begin_chat(system: str | None) -> list[dict[str, Any]]:
-    return [{"role": "system", "content": system}] if system else []
-
-
-def _talk(answer: Callable[[list[dict[str, Any]]], dict[str, Any]], *, source: str, system: str | None) -> None:
+def _talk(answer: Callable[[list[Message]], Message], begin: list[Message]) -> None:
     """Read lines until /quit or the end of the input, and answer each as the next turn of a chat."""
-    messages = _begin_chat(system)
+    messages = [*begin]
     is_typed = sys.stdin.isatty()
     if is_typed:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  lines can be edited, and earlier ones called back
-
-        show_text(f"dsft: {source}; {CHAT_HELP}")
     while True:
         try:
             line = input("> " if is_typed else "").strip()
         except (EOFError, KeyboardInterrupt):
             return
-        command, _, rest = line.partition(" ")
-        if command == "/quit":
+        if line == "/quit":
             return
-        if command in ("/system", "/reset"):
-            system = rest.strip() if command == "/system" else system
-            messages = _begin_chat(system)
-        elif command.startswith("/"):
+        if line == "/reset":
+            messages = [*begin]
+        elif line.startswith("/"):
             show_text(f"dsft: {CHAT_HELP}")
         elif line:
             turn = {"role": "user", "content": line}

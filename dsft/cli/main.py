@@ -8,7 +8,6 @@ dsft --version
 
 import errno
 import importlib
-import signal
 import sys
 
 from dsft.cli.commands import COMMANDS
@@ -16,6 +15,7 @@ from dsft.cli.help import command_help, commands_help
 from dsft.config.reader import read_command, read_flags, read_options
 from dsft.errors import EXIT_USER_ERROR, UserError, ends_with_clear_errors, nearest, raise_if_any
 from dsft.runtime import quick_imports, quiet_libraries
+from dsft.runtime.console import show_text
 from dsft.runtime.launcher_env import unset_single_process_env
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -39,10 +39,8 @@ def main(argv: list[str] | None = None) -> None:
         unset_single_process_env()
         argv = sys.argv[1:]
     name, *words = argv or ["--help"]
-    if {"-h", "--help"} & {name, *words}:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `dsft train --help | head` ends without a traceback
     if name in ("-h", "--help", "help"):
-        print(commands_help())
+        show_text(commands_help())
         sys.exit(0 if argv else EXIT_USER_ERROR)
     if name in ("--version", "version"):
         from importlib.metadata import version  # a seventh of the time of `dsft --help`
@@ -54,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"unknown command {name!r}; dsft --help lists them{nearest(name, [*COMMANDS, *SYNONYMS])}")
     if {"-h", "--help"} & set(words):
         launched = next((word for word in words if word in ("train", "eval")), name)
-        print(command_help(launched if name == "launch" else name, everything="all" in words))
+        show_text(command_help(launched if name == "launch" else name, everything="all" in words))
         return
     if name in ("train", "eval", "launch"):
         from dsft.launch import launch

@@ -54,8 +54,6 @@ def read_machines(options: PlanOptions) -> list[Machine]:
     hosts = hosts_of(HostFields(hostfile=options.hostfile))
     if hosts and options.nodes != 1:
         raise UserError(f"--nodes {options.nodes}: --hostfile {options.hostfile} has {len(hosts)}; keep one")
-    if options.nodes < 1:
-        raise UserError(f"--nodes {options.nodes}: must be at least 1")
     if options.gpus:
         machines = [machine_on_paper(gpus.strip()) for gpus in options.gpus.split(",")]
     else:

@@ -67,7 +67,7 @@ _BOUNDS = {
     # Each is a process, beside every rank.
     "dataloader_num_workers": (0, 256, "be at least 0 and at most 256"),
     """lora_r lora_alpha max_documents stride sequence_parallel ddp_timeout dataloader_prefetch_factor
-    early_stopping_patience max_skipped_steps max_new_tokens""": (1, math.inf, "be at least 1"),
+    early_stopping_patience max_skipped_steps max_new_tokens nodes""": (1, math.inf, "be at least 1"),
     "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio": (MORE_THAN_0, math.inf, "be more than 0"),
     """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples eval_delay verify generate_samples
     temperature early_stopping_threshold router_aux_loss max_restarts""": (

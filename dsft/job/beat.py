@@ -67,12 +67,9 @@ class Cause:
 
     def named_lines(self) -> list[str]:
         """The lines with the name of the rank, which rank 0 prints for another: it has not found the same error."""
-        name = f"rank {self.rank} on {self.host}"
-        lines = []
-        for line in self.lines:
-            is_named = self.rank == 0 or name in line
-            lines.append(line if is_named else line.replace("error: ", f"error: {name}: ", 1))
-        return lines
+        if self.rank == 0:
+            return self.lines
+        return [line.replace("error: ", f"error: rank {self.rank} on {self.host}: ", 1) for line in self.lines]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

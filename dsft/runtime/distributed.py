@@ -214,11 +214,9 @@ def wait_long(name: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     count = store.add(f"dsft/{name}", 1)
     everyone = -(-count // dist.get_world_size()) * dist.get_world_size()  # of this call, after those before it
-    pause = 0.005
     while store.add(f"dsft/{name}", 0) < everyone:
         watchdog.heartbeat()
-        time.sleep(pause)
-        pause = min(0.2, 2 * pause)
+        time.sleep(0.02)
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:

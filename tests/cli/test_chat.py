@@ -72,15 +72,13 @@ def test_a_run_whose_rows_did_not_use_the_template_is_noted(tiny, tmp_path, caps
 
 def test_turns_follow_each_other_until_a_reset(tiny, capsys, monkeypatch):
     folder = tiny / "chat"
-    lines = ["the loss", "a rank", "/what", "/system a big model", "the loss", "/reset", "a rank", "/quit", "never"]
+    lines = ["the loss", "a rank", "/what", "/reset", "a rank", "/quit", "never"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-    first = expected(folder, [user("the loss")])
-    second = expected(folder, [user("the loss"), {"role": "assistant", "content": first}, user("a rank")])
     system = {"role": "system", "content": "a big model"}
-    printed = chat(capsys, folder)
-    after = [expected(folder, [system, user(text)]) for text in ("the loss", "a rank")]
-    rest = printed
-    for answer in (first, second, "dsft: /system TEXT", *after):
+    first = expected(folder, [system, user("the loss")])
+    second = expected(folder, [system, user("the loss"), {"role": "assistant", "content": first}, user("a rank")])
+    rest = chat(capsys, folder, "--system", "a big model")
+    for answer in (first, second, "dsft: /reset", expected(folder, [system, user("a rank")])):
         assert answer in rest
         rest = rest.partition(answer)[2]
     assert rest == "\n"

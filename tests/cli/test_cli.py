@@ -4,22 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from ranks import run_entry
-from tiny import ARCHITECTURES, write_model, write_texts
+from tiny import write_model, write_texts
 
 from dsft.cli.main import main, run_command
 from dsft.errors import UserError
-
-
-@pytest.mark.parametrize("is_launched", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_plan_prints_a_table_and_nothing_else(run, tmp_path, is_launched):
-    cls, values = ARCHITECTURES["llama"]
-    cls(**values).save_pretrained(tmp_path)
-    words = f"plan --model {tmp_path}/config.json --gpus 8x80GB --nodes 2 --seq_len 128 --explain".split()
-    words += ["--use_liger_kernel", "false"]  # not said, a note names it
-    table = run(["dsft", *words]) if is_launched else run_entry("dsft.cli.main", words)
-    assert table.returncode == 0 and not table.stderr.strip()
-    assert "3-offload" in table.stdout and "\nfits: " in table.stdout
 
 
 def test_the_version_is_that_of_the_package(capsys):
@@ -42,6 +30,7 @@ INIT = ["init", "--model", "m", "--data", "d", "--out"]
         (["export", "file", "out"], "file: dsft export reads folders of models"),
         (["verify", LONG], "File name too long"),
         (["plan", "--model", "m", "--host_memory", f"{10**300}GB"], "is not a size"),
+        (["plan", "--model", "m", "--nodes", "0"], "nodes=0: must be at least 1"),
         (["preview", "--model", "m", "--data", "file", "--samples", "-1"], "samples=-1: must not be negative"),
         (["train", "--model", "m", "--data", "file", "--output_dir", "o", "--num_gpus", f"{10**9}"], "num_gpus="),
         (["launch", "--master_port", "99999999", "train"], "master_port=99999999: must be at least 0 and less than"),

@@ -24,7 +24,6 @@ def printed(capsys, *words: str) -> str:
 @pytest.mark.parametrize(
     ("hardware", "problem"),
     [
-        ({"gpus": "8xH100", "nodes": 0}, "--nodes 0: must be at least 1"),
         ({"gpus": "8xA100"}, "is A100-80GB or A100-40GB"),
         ({"gpus": "H100"}, "write the number of GPUs"),
         ({"gpus": "8xH100", "interconnect": "wifi"}, "'wifi' is unknown"),

@@ -285,7 +285,7 @@ def test_no_whole_number_is_beyond_what_libraries_count(cls):
 
 def test_every_bound_is_of_an_option_and_lets_its_default_through():
     """A bound of a name that no option has any more would hold nothing."""
-    types = training_types() | field_types(EvalConfig, LaunchOptions, PreviewOptions, ChatOptions)
+    types = training_types() | field_types(EvalConfig, LaunchOptions, PreviewOptions, ChatOptions, PlanOptions)
     names = [*BOUNDS]
     assert len(set(names)) == len(names) and set(names) <= types.keys()
     assert problems_of(TrainConfig) == problems_of(EvalConfig) == []

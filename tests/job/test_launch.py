@@ -53,8 +53,8 @@ def test_an_evaluation_that_reads_the_file_is_the_same(words, tmp_path):
     ("words", "named"),
     [
         (["--num_gpus", "2"], "expected train or eval"),
-        (["--slurm", "train"], "--slurm: removed; sbatch scripts/slurm"),
-        (["--num-nodes=2", "train"], "--num-nodes=2: removed; --include names the hosts"),
+        (["--slurm", "train"], "got '--slurm' (removed; sbatch scripts/slurm"),
+        (["--num-nodes=2", "train"], "got '--num-nodes=2' (removed; --include names the hosts"),
         (["--hostfile=", "train"], "--hostfile: needs a value"),
     ],
 )

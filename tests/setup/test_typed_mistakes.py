@@ -30,7 +30,7 @@ CASES = {
     "preview --model MODEL --data nowhere.txt": "nowhere.txt does not exist",
     "prepare --model MODEL --data EMPTY": "is empty",
     f"launch --hostfile nowhere {TRAIN}": "no such file",
-    "launch --hostfile TEXTS --slurm train": "--slurm: removed; sbatch",
+    "launch --hostfile TEXTS --slurm train": "'--slurm' (removed; sbatch",
     "launch tain": "expected train or eval, got 'tain'",
     "train qa.jsonl": "unexpected argument 'qa.jsonl'; options are written --key value",
     "finetun --model MODEL": "unknown command 'finetun'; dsft --help lists them; did you mean 'finetune'",
