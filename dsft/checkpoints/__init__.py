@@ -1,1 +1,1 @@
-"""Keeps the files of a run, complete or not there: saving, reading back, resharding and exporting."""
+"""Saves, reads back, reshards and exports the files of a run; each is complete or missing."""

@@ -3,7 +3,7 @@
     dsft export runs/first exported          # final model of a run, or any checkpoint-N; adapters are merged
     dsft merge runs/lora/final merged        # an adapter into its base
 
-The model is loaded by transformers, an adapter is merged by peft, and the whole model has to fit into host memory.
+transformers loads the model, peft merges an adapter, and the whole model must fit into host memory.
 """
 
 import json
@@ -35,10 +35,10 @@ from dsft.runtime.hardware import free_host_bytes
 from dsft.units import GB, write_json
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What describes how images and sound become tensors."""
+"""Files that describe how images and sound become tensors."""
 LAYERED_ROPE = ("gemma3_text", "gemma3n_text", "olmo3")
-"""Values of `model_type` whose angles differ by kind of layer and that transformers 4 had: it, and transformers 5,
-read the old keys. Newer classes take these for the angles of all layers, and refuse them (Gemma 4).
+"""Values of `model_type` in transformers 4 whose rotary angles differ by kind of layer: transformers 4 and 5 read the
+old keys. Newer classes read these as the angles of all layers, and refuse them (Gemma 4).
 """
 
 
@@ -52,13 +52,13 @@ def export(
     trust_checkpoint: bool = False,
 ) -> Path:
     """Write `source` as safetensors, config and tokenizer to the new folder `out`; an adapter is merged into its base.
-    Raises UserError if `source` has no weights or is a damaged checkpoint, or `out` has files already.
+    Raises UserError if `source` has no weights or is a damaged checkpoint, or `out` already has files.
 
     Args:
         dtype: of the written weights; "auto" is the one in the source's config, float32 for a GGUF file.
-        max_shard_size: of a file of the result.
-        trust_remote_code: run code that the model brings along; it is copied to `out`.
-        trust_checkpoint: read pickles whatever they ask for, see models/weight_files.py.
+        max_shard_size: of each written file.
+        trust_remote_code: run code from the model's repository; it is copied to `out`.
+        trust_checkpoint: read pickles that ask for any class, see models/weight_files.py.
     """
     folder = find_weights(source)
     target = Path(out)
@@ -81,21 +81,21 @@ def export(
         beside.rename(target)
     except UserError:
         raise
-    # What transformers and peft raise for files that are cut, NaN, what cannot be merged, and missing packages.
+    # From transformers and peft: truncated files, NaN, adapters that cannot be merged, missing packages.
     except (OSError, ValueError, RuntimeError, SafetensorError, ImportError) as error:
         raise UserError(f"{source}: cannot be exported ({one_line(error)})") from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)  # of what failed, gigabytes
+        shutil.rmtree(beside, ignore_errors=True)  # after a failure, gigabytes
     return target
 
 
 def merge(source: str, out: str, **options: Any) -> Path:
-    """Export what must be an adapter, or a run that trained one. Raises UserError if it is not."""
+    """Export an adapter, or a run that trained one, merged. Raises UserError if it is neither."""
     return export(str(find_adapter(source)), out, **options)
 
 
 def _load(folder: Path, dtype: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:
-    """Loads a model whole, with its adapter merged, and unpacked if it is quantised in a format that can be."""
+    """Load a whole model, with its adapter merged, and unpacked if its quantised format allows it."""
     base = adapter_base(str(folder))
     if base and adapter_base(base):
         raise UserError(f"{folder}: its base {base} is an adapter itself; merge that first, and name the result")
@@ -119,7 +119,7 @@ def _load(folder: Path, dtype: str, *, revision: str | None, trust_remote_code: 
     model = load_weights(str(folder), **options)
     if unpacking:
         inner = unwrapped(model)
-        inner._weight_conversions = None  # else transformers packs them again
+        inner._weight_conversions = None  # or transformers packs them again
         cast_weights(inner, written_dtype)
         text_config = inner.config.get_text_config(decoder=True)
         if hasattr(text_config, "quantization_config"):
@@ -130,7 +130,7 @@ def _load(folder: Path, dtype: str, *, revision: str | None, trust_remote_code: 
 
 
 def _merged(adapted: PeftModel) -> PreTrainedModel:
-    """Merges by peft. An adapter may change one of two tied weights: they are merged apart, and tied again if equal."""
+    """Merge with peft. An adapter may change one of two tied weights: untie them, and tie equal ones again."""
     inner = adapted.get_base_model()
     embedding = _weight_of(inner.get_input_embeddings())
     head = _weight_of(inner.get_output_embeddings())
@@ -152,7 +152,7 @@ def _merged(adapted: PeftModel) -> PreTrainedModel:
 
 
 def _weight_of(module: torch.nn.Module | None) -> torch.Tensor | None:
-    """Returns the weight of an embedding or head below peft's wrappers."""
+    """Return the weight of an embedding or head below peft's wrappers."""
     if isinstance(module, AuxiliaryTrainingWrapper):
         module = module.original_module
     if isinstance(module, BaseTunerLayer):
@@ -161,11 +161,11 @@ def _weight_of(module: torch.nn.Module | None) -> torch.Tensor | None:
 
 
 def add_keys_of_transformers_4(folder: Path, tokenizer: str) -> None:
-    """Adds to a saved model and its tokenizer what transformers 4 and programs built on it read; transformers 5 has
-    rope_theta and rope_scaling in one dictionary, and one class for most tokenizers.
+    """Add the keys that transformers 4 and programs built on it read to a saved model and its tokenizer; transformers 5
+    has rope_theta and rope_scaling in one dictionary, and one class for most tokenizers.
 
     Args:
-        tokenizer: folder or hub id of the source of the tokenizer, whose class is kept.
+        tokenizer: folder or hub id of the original tokenizer, whose class is kept.
     """
     config_file = folder / "config.json"
     tokenizer_file = folder / TOKENIZER_CONFIG_FILE
@@ -181,10 +181,10 @@ def add_keys_of_transformers_4(folder: Path, tokenizer: str) -> None:
             for key in ("rope_theta", "partial_rotary_factor"):
                 if key in rope:
                     section[key] = rope.pop(key)
-            if section["model_type"] == "gpt_neox":  # by names of its own
+            if section["model_type"] == "gpt_neox":  # with different names
                 section["rotary_emb_base"] = section.get("rope_theta")
                 section["rotary_pct"] = section.get("partial_rotary_factor")
-            if rope.get("rope_type") == "longrope" and section["model_type"] == "phi3":  # three keys, no other
+            if rope.get("rope_type") == "longrope" and section["model_type"] == "phi3":  # exactly three keys
                 rope = {"type": "longrope", **{key: rope[key] for key in ("short_factor", "long_factor")}}
             if rope and rope != {"rope_type": "default"}:
                 section["rope_scaling"] = rope
@@ -199,7 +199,7 @@ def add_keys_of_transformers_4(folder: Path, tokenizer: str) -> None:
 
 
 def _tokenizer_class(tokenizer: str) -> str:
-    """Returns the class of a tokenizer by its own file, or the one of transformers 4 for any tokenizer.json."""
+    """Return the class in a tokenizer's own file, or transformers 4's class for any tokenizer.json."""
     file = cached_file(
         tokenizer,
         TOKENIZER_CONFIG_FILE,
@@ -211,9 +211,9 @@ def _tokenizer_class(tokenizer: str) -> str:
 
 
 def copy_processor(package: str, folder: Path, revision: str | None = None) -> None:
-    """Copies what describes how images and sound become tensors, if the package has it."""
+    """Copy the processor files of a package, if it has some."""
     package, _ = located(described_in(package))
     for name in PROCESSOR_FILES:
         path = cached_file(package, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         if path and not (folder / name).exists():
-            shutil.copyfile(path, folder / name)  # not its mode: a save could not sync what is read-only
+            shutil.copyfile(path, folder / name)  # without its mode: a save could not sync a read-only file

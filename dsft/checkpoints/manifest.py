@@ -1,8 +1,8 @@
-"""Keeps the checkpoints of a run's folder: each is complete, or is not there. What the ranks do together is in save.py.
+"""Manages the checkpoints of a run's folder: each is complete or missing. The collective part of a save is in save.py.
 
-A checkpoint is written in `.saving/`, synced, listed in its `manifest.json` with sizes and hashes, and then moved to
-its name. A folder is first moved to `.removed/`, then deleted; what cannot be deleted (a network file system keeps open
-files) stays there, and the next removal tries again.
+A checkpoint is written in `.saving/`, synced, listed in its `manifest.json` with sizes and hashes, and then renamed. A
+folder is first moved to `.removed/`, then deleted; files that cannot be deleted (a network file system keeps open ones)
+stay there, and the next removal tries again.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ STAGING = ".saving"
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
 TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth")
-"""Endings of the files that are large and that nothing reads before all of a checkpoint is verified."""
+"""Extensions of the large files, which are read only after the whole checkpoint is verified."""
 SEAL = "sha256"
-"""Of the manifest itself, in it."""
+"""Key of the manifest's own hash."""
 
 
 def discard(folder: Path) -> None:
-    """Move a folder, if there is one, to `.removed/` beside it, and empty that."""
+    """Move a folder, if it exists, to `.removed/` beside it, and empty that."""
     trash = folder.parent / REMOVED
     if folder.exists():
         trash.mkdir(exist_ok=True)
@@ -39,22 +39,22 @@ def discard(folder: Path) -> None:
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
-    """Name the folder that the checkpoint of `step` has once it is complete."""
+    """Return the path of the complete checkpoint of `step`."""
     return Path(output_dir) / f"{CHECKPOINT}-{step}"
 
 
 def files_of(folder: Path) -> list[Path]:
-    """List every file of a checkpoint but its manifest, in one order."""
+    """List every file of a checkpoint except its manifest, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
 def share_of(files: list[Path], *, reader: int, readers: int) -> list[Path]:
-    """Return the files that one of several readers reads, of about as many bytes as the others'."""
+    """Return the files for one of several readers, with about as many bytes as the others'."""
     return sorted(files, key=lambda file: -file.stat().st_size)[reader::readers]
 
 
 def hash_and_sync(path: Path) -> dict[str, Any]:
-    """Return size in bytes and SHA-256 of a file, and bring it to the disk."""
+    """Sync a file to disk; return its size in bytes and SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         os.fsync(file.fileno())
@@ -62,14 +62,14 @@ def hash_and_sync(path: Path) -> dict[str, Any]:
 
 
 def share_files(folder: Path) -> None:
-    """Let those read a new folder's files whom the umask lets: safetensors' are their owner's alone."""
+    """Set the files of a new folder to the mode of the umask: safetensors writes files that only the owner can read."""
     for file in files_of(folder):
         with contextlib.suppress(PermissionError):
             file.chmod(file.stat().st_mode | folder.stat().st_mode & 0o666)
 
 
 def publish(staged: Path, manifest: dict[str, Any]) -> Path:
-    """Write the manifest and move what is staged to its name, over an earlier one. Returns its folder."""
+    """Write the manifest and rename the staged folder, replacing an earlier one. Returns the new path."""
     with (staged / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(sealed(manifest), file, indent=1)
         file.flush()
@@ -79,7 +79,7 @@ def publish(staged: Path, manifest: dict[str, Any]) -> Path:
         _sync_folder(folder)
     final = staged.parents[1] / staged.name
     discard(final)
-    staged.rename(final)  # if this fails, or a kill comes before it, `clean_up` does it
+    staged.rename(final)  # after a failure, or a kill before it, `clean_up` does it
     _sync_folder(final.parent)
     with contextlib.suppress(OSError):  # the next save removes it
         discard(staged.parent)
@@ -95,7 +95,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def clean_up(output_dir: str | Path) -> list[Path]:
-    """Remove what killed saves left, which is returned. What was complete, with its manifest, moves to its name."""
+    """Remove the leftovers of killed saves, and return them. A complete folder, with its manifest, gets its name."""
     staging = Path(output_dir) / STAGING
     for staged in staging.glob("*/"):
         final = Path(output_dir) / staged.name
@@ -107,7 +107,7 @@ def clean_up(output_dir: str | Path) -> list[Path]:
 
 
 def folders_of_steps(output_dir: str | Path) -> list[Path]:
-    """List folders at a checkpoint's name, oldest step first. checkpoint-8-copy is the user's."""
+    """List folders with a checkpoint's name, oldest step first. checkpoint-8-copy belongs to the user."""
     folders = []
     for path in Path(output_dir).glob(f"{CHECKPOINT}-*/"):
         if re.fullmatch(rf"{CHECKPOINT}-[0-9]+", path.name):
@@ -116,7 +116,7 @@ def folders_of_steps(output_dir: str | Path) -> list[Path]:
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
-    """List those of `folders_of_steps` with a Trainer's state or a manifest, complete or not, or unreadable."""
+    """List the `folders_of_steps` with a Trainer's state or a manifest, complete or not, or unreadable."""
     folders = []
     for path in folders_of_steps(output_dir):
         try:
@@ -128,14 +128,14 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def bytes_of(folder: Path) -> int:
-    """Count the bytes of a checkpoint's files; of one that cannot be read, none."""
+    """Return the bytes of a checkpoint's files; 0 for one that cannot be read."""
     with contextlib.suppress(OSError):
         return sum(path.stat().st_size for path in files_of(folder))
     return 0
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """Return the manifest, empty where there is none. Raises UserError where it is not what was written."""
+    """Return the manifest, empty if there is none. Raises UserError if it is not as it was written."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         return {}
@@ -146,7 +146,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Add a hash of a manifest's content, which decides how a run resumes."""
+    """Return a manifest with the hash of its content, which decides how a run resumes."""
     content = dict(manifest)
     content.pop(SEAL, None)
     text = json.dumps(content, sort_keys=True)
@@ -162,8 +162,8 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def integrity_errors(folder: Path, *, hash_tensors: bool = False) -> list[str]:
-    """Compare a checkpoint with its manifest: files, sizes, and hashes of all files or of those that are not tensors.
-    What cannot be read is an error as what has changed.
+    """List the differences of a checkpoint from its manifest: files, sizes, and hashes of all files or of all except
+    tensors. Unreadable files are errors like changed ones.
     """
     try:
         manifest = read_manifest(folder)
@@ -187,7 +187,7 @@ def integrity_errors(folder: Path, *, hash_tensors: bool = False) -> list[str]:
 
 
 def content_errors(folder: Path, files: list[Path]) -> list[str]:
-    """Read those `files` of a checkpoint that its manifest lists, and name each whose content is another."""
+    """Read those of a checkpoint's `files` that its manifest lists, and name each with different content."""
     listed = read_manifest(folder).get("files", {})
     errors = []
     for path in files:
@@ -207,9 +207,9 @@ def content_errors(folder: Path, files: list[Path]) -> list[str]:
 
 
 def prune(output_dir: str | Path, *, limit: int | None, best: str | None, newest: Path | None = None) -> None:
-    """Remove the oldest checkpoints beyond `limit`; the newest and the `best` stay.
-    `newest`: by default the one of the highest step. Those of higher steps are of a future that was given up (they are
-    damaged, say), and go first.
+    """Remove the oldest checkpoints beyond `limit`, except the newest and the `best`.
+    `newest`: by default the one of the highest step. Those of higher steps are from an abandoned continuation (they are
+    damaged, for example), and are removed first.
     """
     folders = checkpoints(output_dir)
     if not limit or len(folders) <= limit:

@@ -1,11 +1,11 @@
-"""Decides what a resume keeps, takes and refuses; restores a checkpoint on other ranks, ZeRO stages and offloads.
+"""Decides which changes a resume accepts or refuses; restores a checkpoint on other ranks, ZeRO stages and offloads.
 
-Refused is what would make kept states those of something else: other trained parameters, data or order, sequences per
-step or kind of optimizer. Other options are taken as they are now; the log reports those that change a step.
+Refused are changes to which the saved states do not fit: other trained parameters, data or order, sequences per step or
+kind of optimizer. Other options have their new values; the log reports those that change a step.
 
-DeepSpeed reads its shards only on the ranks and in the stage that wrote them. Its universal checkpoint takes three
+DeepSpeed reads its shards only on the ranks and in the stage that wrote them. Its universal checkpoint needs three
 times the fp32 weights on disk, sets all groups' hyperparameters to the first one's in stage 3 (stage3.py,
-load_hp_checkpoint_state_from_checkpoint_dir_stage3), and supports no frozen weights there.
+load_hp_checkpoint_state_from_checkpoint_dir_stage3), and does not support frozen weights there.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ TAKEN = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor"),
 )
-"""Options of a step that a resume takes, in the manifest beside the identity."""
+"""Options of a step that may change on a resume, in the manifest beside the identity."""
 
 TRAINED_ELEMENTS = "trained elements"
-"""In a run's identity: of all that is trained, tied weights once."""
+"""In a run's identity: number of trained elements, tied weights once."""
 
 
 def run_identity(
@@ -42,8 +42,8 @@ def run_identity(
     sequences_per_step: int,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the identity of a run, by the names that a message uses: `shapes` of the trained parameters by name, that
-    of the `data`, sequences per step over all ranks, and `options` that a resume cannot change.
+    """Return the identity of a run, with the names for messages: `shapes` of the trained parameters by name, the
+    `data`'s identity, sequences per step over all ranks, and `options` that a resume cannot change.
     """
     names_and_shapes = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
     return {
@@ -58,14 +58,14 @@ def run_identity(
 
 
 def optimizer_kind(name: str) -> str:
-    """Return what optimizers with the same states have in common: that of "paged_lion_32bit" and "Lion" is "lion"."""
+    """Return a name for all optimizers with the same states: "lion" for "paged_lion_32bit" and "Lion"."""
     kind = name.lower().removeprefix("paged_").removesuffix("_fused").removesuffix("_torch").removesuffix("_32bit")
     return {"adam": "adamw"}.get(kind, kind.replace("_bnb", ""))
 
 
 def earlier_values(checkpoint: str, section: str, now: dict[str, Any]) -> dict[str, Any]:
-    """Return what of `now` was different when `checkpoint` was saved, as it was then. One without a manifest is another
-    tool's, and not compared.
+    """Return the values that differ from `now`, as they were when `checkpoint` was saved. One without a manifest is
+    another tool's, and is not compared.
 
     Args:
         section: of the manifest: "run_identity", or "options" for those of TAKEN.
@@ -75,7 +75,7 @@ def earlier_values(checkpoint: str, section: str, now: dict[str, Any]) -> dict[s
 
 
 def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
-    """Compare a run with the one that saved `checkpoint`. Raises UserError with each difference."""
+    """Raise UserError with each difference of a run from the one that saved `checkpoint`."""
     earlier = earlier_values(checkpoint, "run_identity", now)
     if earlier:
         changed = "; ".join(f"{name}: {value} then, {now[name]} now" for name, value in earlier.items())
@@ -92,18 +92,16 @@ TOPOLOGY = {
     "sub_group_size": "elements of a sub group",
     "optimizer_in_json": "optimizer in the JSON",
 }
-"""What the layout of a checkpoint's shards depends on: key in the manifest -> name in a message."""
+"""Facts that the layout of a checkpoint's shards depends on: key in the manifest -> name in messages."""
 
 
 def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
-    """Describe the first difference of `now` (keys of TOPOLOGY) from a checkpoint's; empty where DeepSpeed reads it
-    itself.
-    """
+    """Return the first difference of `now` (keys of TOPOLOGY) from a checkpoint's; empty if DeepSpeed can load it."""
     then = read_manifest(checkpoint)
     if not then:
         return "it has no manifest: it is another tool's"
     if then["zero_stage"] == now["zero_stage"] == 0:
-        return ""  # nothing is cut into shards
+        return ""  # nothing is sharded
     if now["nvme"] or then.get("nvme"):
         return "offload to NVMe"
     for key, name in TOPOLOGY.items():
@@ -114,10 +112,10 @@ def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
 
 def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
     """Set weights, optimizer states and counters of a DeepSpeed engine, fresh from `deepspeed.initialize`. Collective.
-    Raises UserError where the checkpoint is not of this model, or of another optimizer.
+    Raises UserError if the checkpoint is of another model or optimizer.
 
     Args:
-        scheduler: of the learning rate, which with a DeepSpeed optimizer is `engine.lr_scheduler`.
+        scheduler: of the learning rate; with a DeepSpeed optimizer, `engine.lr_scheduler`.
         checkpoint: of ZeRO stage 1, 2 or 3.
     """
     optimizer = engine.optimizer
@@ -147,11 +145,11 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
     is_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     if is_stage_3:
         flats = optimizer.fp32_partitioned_groups_flat
-        optimizer.checkpoint_event_prologue()  # every parameter in its partition
+        optimizer.checkpoint_event_prologue()  # partitions all parameters
     else:
         flats = optimizer.single_partition_of_fp32_groups
     states = []
-    for group, flat in enumerate(flats):  # a step with zero gradients makes the states, which are overwritten
+    for group, flat in enumerate(flats):  # a step with zero gradients creates the states, which are overwritten
         gradient = flat.grad
         flat.grad = torch.zeros_like(flat) if gradient is None else gradient.zero_()
         optimizer._optimizer_step(group)
@@ -170,14 +168,14 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         )
     for name, parameter in engine.module.named_parameters():
         mapping = getattr(parameter, "_hp_mapping", None)
-        if is_stage_3 and parameter.requires_grad:  # each is cut into equal parts, of which the last are padded
+        if is_stage_3 and parameter.requires_grad:  # each is split into equal parts; the last are padded
             part = parameter.ds_tensor.ds_numel
             start = dist.get_rank(parameter.ds_process_group) * part
             for state in (FP32, *state_names):
                 piece = shards.read(name, state, start, start + part)
                 padded = functional.pad(piece, (0, part - len(piece)))
                 optimizer.set_local_hp_param(padded, parameter, None if state == FP32 else state)
-        elif mapping is not None:  # all in one are cut: what this rank has no part of has no mapping
+        elif mapping is not None:  # the concatenation is split: parameters outside this rank's part have no mapping
             low = mapping.lp_fragment_address
             high = mapping.hp_fragment_address
             group = mapping.param_group_index
@@ -190,7 +188,7 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         if "step" in counter and shards.step is not None:
             step = counter["step"]
             counter["step"] = step.fill_(shards.step) if torch.is_tensor(step) else shards.step
-    # What computes is made of the fp32 weights again.
+    # Recompute the 16-bit weights from the fp32 ones.
     if is_stage_3:
         for group in range(len(flats)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
@@ -206,8 +204,8 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
 
 
 def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint: str) -> None:
-    """Set the schedule of the learning rate: DeepSpeed keeps that of its own scheduler, the Trainer writes a file."""
-    from transformers.trainer import SCHEDULER_NAME  # with datasets and pandas, which a plan does without
+    """Set the learning rate schedule: DeepSpeed saves its own scheduler's, the Trainer writes a file."""
+    from transformers.trainer import SCHEDULER_NAME  # imports datasets and pandas, which a plan does not need
 
     then = shards.model_state.get("lr_scheduler")
     now = scheduler.state_dict()
@@ -218,13 +216,15 @@ def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint
             f"{checkpoint}: has another learning-rate schedule; use the lr_scheduler_type, or the"
             " scheduler in the DeepSpeed JSON, of its run"
         )
-    if "_last_lr" not in then:  # DeepSpeed's, which computes rates, and betas, from its step
+    if "_last_lr" not in then:  # DeepSpeed's scheduler, which computes rates and betas from its step
         scheduler.load_state_dict(then)
         scheduler.step(scheduler.last_batch_iteration)
         return
     num_groups = len(optimizer.param_groups)
-    for key in ("_last_lr", "base_lrs"):  # also as a callback has changed them
-        if key in then and len(then[key]) != num_groups:  # groups without parameters: the others have one rate
+    for key in ("_last_lr", "base_lrs"):  # a callback may have changed them
+        if (
+            key in then and len(then[key]) != num_groups
+        ):  # groups without parameters were added or removed: the others have one rate
             then[key] = then[key][:1] * num_groups
     if "lr_lambdas" in now:
         then["lr_lambdas"] = now["lr_lambdas"]

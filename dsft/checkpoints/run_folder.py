@@ -1,4 +1,4 @@
-"""Looks after a run's folder: `run.json` (options, plan, versions, results) beside the checkpoints and `final/`."""
+"""Manages a run's folder: `run.json` (options, plan, versions, results) beside the checkpoints and `final/`."""
 
 import contextlib
 import html
@@ -27,9 +27,9 @@ from dsft.units import plural, write_json
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"
-"""One object for each time that training logs."""
+"""One object for each log of the training."""
 SAMPLE = ("eval_prompt_{}", "eval_answer_{}")
-"""Names of the texts of a sample in the log of an evaluation, by its number from 1 (the option generate_samples)."""
+"""Keys of a sample's texts in the log of an evaluation, by its number from 1 (the option generate_samples)."""
 CARD = "README.md"
 RESULTS_ON_THE_CARD = (
     *("eval_perplexity", "eval_loss", "eval_tokens", "train_loss", "steps", "tokens_seen", "seconds", "peak_gpu_gib"),
@@ -41,19 +41,19 @@ OPTIONS_ON_THE_CARD = (
     *("adapter", "seed"),
 )
 UNFINISHED = ".unfinished"
-"""Ending of the name of the folder that an export is written to until it is whole."""
+"""Suffix of the folder that an export is written to until it is complete."""
 FROM_WEIGHTS = "start from its weights: name it as model (of LoRA as adapter), with a new output_dir"
-"""The way out for who cannot resume from a checkpoint."""
+"""What to do if a checkpoint cannot be resumed."""
 
 
 def samples_in(entry: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the samples in an entry of the log: (prompt, answer)."""
+    """Return the samples in a log entry: (prompt, answer)."""
     prompts, answers = ([entry[name] for name in entry if name.startswith(form.format(""))] for form in SAMPLE)
     return [*zip(prompts, answers, strict=True)]
 
 
 def check_output_dir(config, problems: list[str]) -> None:
-    """Check that the folder is writable and contains no other run, unless `overwrite` or a resume is asked for."""
+    """Check that the folder is writable and contains no other run, unless `overwrite` or a resume is set."""
     path = Path(config.training["output_dir"])
     resume = config.training.get("resume_from_checkpoint")
     check_writable(str(path), problems)
@@ -78,11 +78,11 @@ def check_output_dir(config, problems: list[str]) -> None:
             " output_dir, or replace the run with --overwrite"
         )
     if not config.overwrite and not resume:
-        # Another rank may just try whether the folder can be written.
+        # Another rank may be checking whether the folder is writable.
         names = {file.name for file in path.iterdir() if not file.name.startswith(PROBE)}
         names -= {LOCK, OPTIONS_FILE, ENV_FILE}
         has_failed = False
-        if RUN in names and not names - {RUN, LOGS}:  # it failed before it left more than its logs
+        if RUN in names and not names - {RUN, LOGS}:  # it failed before it wrote more than its logs
             with contextlib.suppress(UserError):
                 has_failed = read_run(str(path)).get("status") == "failed"
         if names and not has_failed:
@@ -94,8 +94,8 @@ def check_output_dir(config, problems: list[str]) -> None:
 
 
 def clear_run(output_dir: str) -> None:
-    """Remove what an earlier run left: checkpoints, the final model, run.json. Other files stay.
-    Raises UserError where a checkpoint stays, which a resume would take for the new run's.
+    """Remove an earlier run's checkpoints, final model and run.json; other files remain.
+    Raises UserError if a checkpoint remains, from which the new run would resume.
     """
     path = Path(output_dir)
     for folder in (*folders_of_steps(path), path / FINAL):
@@ -107,8 +107,8 @@ def clear_run(output_dir: str) -> None:
 
 
 def resume_errors(folder: Path, *, verify: bool = True) -> list[str]:
-    """List why a run cannot resume from a checkpoint, by its files, their sizes and the hashes of small ones; nothing
-    without `verify`. One without a manifest is another tool's if nothing beside it has one.
+    """List why a run cannot resume from a checkpoint, by its files, their sizes and the hashes of small ones; empty
+    without `verify`. One without a manifest is another tool's if no folder beside it has one.
     """
     try:
         has_manifest = (folder / MANIFEST).is_file()
@@ -119,7 +119,7 @@ def resume_errors(folder: Path, *, verify: bool = True) -> list[str]:
 
 
 def last_good(output_dir: str | Path, *, verify: bool = True, before: Path | None = None) -> Path | None:
-    """Find the newest checkpoint without `resume_errors`; those that are skipped are logged.
+    """Return the newest checkpoint without `resume_errors`; skipped ones are logged.
     `before`: a checkpoint; it and all newer ones are left out.
     """
     folders = checkpoints(output_dir)
@@ -134,14 +134,14 @@ def last_good(output_dir: str | Path, *, verify: bool = True, before: Path | Non
 
 
 def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | None:
-    """Find the checkpoint to resume from, by its `resume_errors`. None starts from the beginning.
-    Raises UserError where the one that was named is incomplete, or none can be used.
-    `before`: a checkpoint that cannot be used; with `auto` an older one is sought.
+    """Return the checkpoint to resume from, by its `resume_errors`; None starts from the beginning.
+    Raises UserError if the named one is incomplete, or none can be used.
+    `before`: a checkpoint that cannot be used; `auto` looks for an older one.
     """
     output_dir = config.training["output_dir"]
     resume = config.training.get("resume_from_checkpoint")
     job = os.environ.get(LAUNCH)
-    # `overwrite` replaces the run that lay there before this job of `dsft launch`, not what this job itself has saved.
+    # `overwrite` replaces the run that was there before this job of `dsft launch`, not this job's own checkpoints.
     of_another_job = job is not None and known_run(output_dir).get("job") != job
     if not resume or (config.overwrite and of_another_job):
         return None
@@ -161,29 +161,29 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
 
 
 def known_run(folder: str | Path) -> dict[str, Any]:
-    """Return run.json; empty if there is none, or it cannot be read: a resume writes it again."""
+    """Return run.json; empty if it is missing or cannot be read: a resume writes it again."""
     with contextlib.suppress(UserError):
         return read_run(str(folder))
     return {}
 
 
 def was_killed(output_dir: str | None) -> bool:
-    """Return whether the run that lies there ended without a word."""
+    """Return whether the run in this folder ended without recording a result."""
     return output_dir is not None and known_run(output_dir).get("status") == "running"
 
 
 def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
-    """Return whether the folder's run is done or to be overwritten: it stays until the set-up cannot fail any more."""
+    """Return whether the folder's run is done or to be overwritten: it is kept until set-up can no longer fail."""
     run = known_run(config.training["output_dir"])
     return bool(run) and (run.get("status") == "done" or (config.overwrite and checkpoint is None))
 
 
 def is_finished(checkpoint: str, training: dict[str, Any], *, patience: int | None = None) -> bool:
     """Return whether nothing is left to train after `checkpoint`, by `patience` (early_stopping_patience), max_steps or
-    else num_train_epochs. Raises UserError if the checkpoint has no Trainer's state.
+    else num_train_epochs. Raises UserError if the checkpoint has no Trainer state.
     """
     state = read_trainer_state(Path(checkpoint))
-    stopping = (state.get("stateful_callbacks") or {}).get("EarlyStopping")  # of training/callbacks.py
+    stopping = (state.get("stateful_callbacks") or {}).get("EarlyStopping")  # from training/callbacks.py
     if patience and stopping and stopping["attributes"]["early_stopping_patience_counter"] >= patience:
         return True
     if training.get("max_steps", -1) > 0:
@@ -208,14 +208,14 @@ def write_run(output_dir: str, **sections: Any) -> None:
 
 
 def read_run(output_dir: str) -> dict[str, Any]:
-    """Read run.json of a run. Raises UserError where the folder is not a run's, or run.json is not a JSON object."""
+    """Read run.json of a run. Raises UserError if the folder is not a run's, or run.json is not a JSON object."""
     if not is_run(output_dir):
         raise UserError(f"{output_dir}: is not a run folder: it has no {RUN}")
     return read_object(Path(output_dir) / RUN)
 
 
 def read_options_of_run(output_dir: str) -> dict[str, Any]:
-    """Read the options that a run was started with. Raises UserError where there are none."""
+    """Read the options that a run was started with. Raises UserError if there are none."""
     options = read_run(output_dir).get("config")
     if not isinstance(options, dict) or "model" not in options:
         raise UserError(f"{output_dir}: its run.json has no options of a training; name model and data instead")
@@ -223,7 +223,7 @@ def read_options_of_run(output_dir: str) -> dict[str, Any]:
 
 
 def path_of(name: str, run_folder: str) -> str:
-    """Find a file or folder that run.json names. A relative path starts where the training was started."""
+    """Find a file or folder that run.json names. Relative paths start where the training was started."""
     output_dir = Path(read_options_of_run(run_folder)["output_dir"])
     started_in = Path(run_folder).resolve()
     for part in reversed(output_dir.parts):
@@ -235,7 +235,7 @@ def path_of(name: str, run_folder: str) -> str:
 
 def sealed_checkpoint(model: str) -> Path | None:
     """Return the checkpoint that the folder `model` is, or whose shards it is, if it has a manifest. A final model also
-    has one, and is the user's to edit: its chat template, say.
+    has one, but users may edit it (its chat template, for example).
     """
     folder = folder_of(model)
     is_sealed = (folder / TRAINER_STATE).is_file() and (folder / MANIFEST).is_file()
@@ -243,17 +243,17 @@ def sealed_checkpoint(model: str) -> Path | None:
 
 
 def damage(model: str) -> list[str]:
-    """List the problems of the checkpoint that `model` names, by sizes and small files; `changed_files` reads all."""
+    """List the problems of the checkpoint `model`, by sizes and small files; `changed_files` reads all."""
     folder = sealed_checkpoint(model)
     errors = integrity_errors(folder) if folder else []
-    if errors and has_only_shards(model):  # somebody removed the weights that the shards contain, too
+    if errors and has_only_shards(model):  # somebody removed the weights, which the shards also contain
         errors = [error for error in errors if not re.fullmatch(r"\S+\.safetensors\S* is missing", error)]
     return errors
 
 
 def find_weights(source: str) -> Path:
-    """Find the weights that `source` means: a run's `final/` (else its last checkpoint), or the folder or GGUF file
-    itself. Raises UserError where no weights are there.
+    """Return the weights of `source`: a run's `final/` (else its last checkpoint), or the folder or GGUF file itself.
+    Raises UserError if there are none.
     """
     folder = Path(source)
     if folder.is_file() and is_gguf(source):
@@ -276,7 +276,7 @@ def find_weights(source: str) -> Path:
 
 
 def find_adapter(source: str) -> Path:
-    """Find the folder with an adapter that `source` means, as `find_weights`. Raises UserError where it is none."""
+    """Return the adapter folder of `source`, as `find_weights`. Raises UserError if it is not an adapter."""
     folder = find_weights(source)
     if adapter_base(str(folder)) is None:
         raise UserError(f"{folder}: is not an adapter: it has no adapter_config.json; use dsft export")
@@ -284,21 +284,22 @@ def find_adapter(source: str) -> Path:
 
 
 def check_new_folder(out: str) -> None:
-    """Raises UserError if there is something at `out`, which is to become a folder, but for an empty one."""
+    """Raise UserError if there is anything at `out`, except an empty folder."""
     is_empty = os.path.isdir(out) and not os.path.islink(out) and not os.listdir(out)
     if os.path.lexists(out) and not is_empty:
         raise UserError(f"{out}: exists; choose a new folder")
 
 
 def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
-    """Return the README.md of a trained model: its base, data, options and what was measured, with the hub's metadata.
+    """Return the README.md of a trained model: its base, data, options and results, with the hub's metadata.
 
     Args:
         run: the content of run.json of a finished run.
-        data: what was trained on, counted, as text; `held_out` likewise, empty where nothing was held out.
+        data: counts of the training data, as text; `held_out` likewise, empty if nothing was held out.
     """
-    from huggingface_hub import ModelCardData  # those that read a run do without
+    from huggingface_hub import ModelCardData  # not needed to read a run
 
+    # Local folders and data files mean nothing to the hub.
     def listed(values: dict[str, Any], names: tuple[str, ...]) -> str:
         lines = []
         for name in names:
@@ -338,5 +339,5 @@ Trained from `{config["model"]}` with dsft on {run["machine"]}, {plural(run["wor
 
 {", ".join(f"{name} {version}" for name, version in run["versions"].items() if version)}
 """
-    # Names of folders and columns are other people's, and Markdown takes HTML.
+    # Names of folders and columns may contain anything, and Markdown renders HTML.
     return f"---\n{metadata.to_yaml()}\n---\n{html.escape(text, quote=False)}"

@@ -1,12 +1,12 @@
-"""Saves a checkpoint on all ranks: write beside its name, hash, check, publish.
+"""Saves a checkpoint on all ranks: write to `.saving/`, hash, check, publish.
 
 RUN/.saving/checkpoint-8/   every rank writes here
 RUN/checkpoint-8/           renamed once rank 0 has checked it and written its manifest
 
-A failure ends the run: the rank that failed raises, and the others are ended with its cause. Earlier checkpoints are
-complete, and `.saving/` is discarded at the next start.
+A failure ends the run: the failed rank raises, and the others exit with its cause. Earlier checkpoints remain complete,
+and `.saving/` is discarded at the next start.
 
-What was saved is read back by its hashes before it is trusted: `changed_files`, `verify_weights`.
+Saved files are checked against their hashes before they are used: `changed_files`, `verify_weights`.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ DISK_ERRORS = re.compile(
     r"os error \d+"  # safetensors, written in Rust
     r"|PytorchStreamWriter|inline_container|iostream error|Parent directory .* does not exist"  # torch's zip writer
 )
-"""How libraries report a disk, in errors that are not an OSError."""
+"""Disk errors of libraries that are not an OSError."""
 
 
 @dataclass
@@ -61,12 +61,12 @@ class Saves:
 
 
 class StagedSave:
-    """Carries one save of all ranks, a checkpoint or the final model, from `.saving/` to the folder at its name."""
+    """One save of all ranks, a checkpoint or the final model, in `.saving/` until it is complete."""
 
     def __init__(self, folder: Path, saves: Saves):
         """
         Args:
-            saves: of the run, among which this one is counted.
+            saves: of the run; this one is counted in it.
         """
         self.staged = folder.parent / STAGING / folder.name
         self.folder = folder
@@ -80,12 +80,12 @@ class StagedSave:
         facts: dict[str, Any],
         needed_bytes: int,
     ) -> None:
-        """Lets every rank `write`, and publishes what was written. Collective.
+        """Call `write` on every rank, and publish the files. Collective.
 
         Args:
             check: on rank 0: lists what is missing in the staged folder.
             facts: for the manifest, beside the files.
-            needed_bytes: what the save takes at least, if none was made before.
+            needed_bytes: least size of the save, if it is the first.
 
         Raises:
             Unsaved: on a rank that could not write, or on all if something is missing.
@@ -93,9 +93,9 @@ class StagedSave:
         start = time.monotonic()
         rank = distributed.rank()
         with failures_named(self.folder):
-            # What a killed save left goes first: it would be published with the rest.
+            # Leftovers of a killed save would be published with the rest.
             distributed.first_on_rank_0(functools.partial(discard, self.staged.parent))
-            # safetensors maps the file that it writes: a full disk would kill the process without a word (SIGBUS).
+            # safetensors memory-maps the file that it writes: a full disk would kill the process silently (SIGBUS).
             needed = max(needed_bytes, self.saves.largest_bytes)
             free = free_bytes(self.folder.parent) if rank == 0 else None
             if free is not None and free < needed:
@@ -114,7 +114,7 @@ class StagedSave:
         self.saves.largest_bytes = max(self.saves.largest_bytes, sum(entry["size"] for entry in files.values()))
 
     def _hash(self) -> dict[str, dict[str, Any]]:
-        """Returns size and SHA-256 of each staged file by its path: the ranks of rank 0's node read a share each."""
+        """Return size and SHA-256 of each staged file by its path: the ranks of rank 0's node read a share each."""
         nodes = distributed.from_all([distributed.this_node()])
         readers = [number for number, node in enumerate(nodes) if node == nodes[0]]
         written = distributed.on_rank_0(functools.partial(files_of, self.staged))
@@ -128,7 +128,7 @@ class StagedSave:
 
 @contextlib.contextmanager
 def failures_named(folder: Path) -> Iterator[None]:
-    """Turns a disk's error inside a `with` into `Unsaved` with the name of what could not be saved."""
+    """Turn a disk error inside a `with` into `Unsaved`, naming what could not be saved."""
     try:
         yield
     except Exception as error:
@@ -140,7 +140,7 @@ def failures_named(folder: Path) -> Iterator[None]:
 
 
 def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]:
-    """List the ranks' parts that a checkpoint has not: optimizer shards under ZeRO, random states."""
+    """List the ranks' parts that a checkpoint lacks: optimizer shards under ZeRO, random states."""
     errors = []
     if not (folder / TRAINER_STATE).is_file():
         errors.append(f"{TRAINER_STATE} is missing")
@@ -154,7 +154,7 @@ def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]
 
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the full shapes of the trained parameters by name, also where ZeRO-3 has only a piece of each."""
+    """Return the unsharded shapes of the trained parameters by name, also under ZeRO-3."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return shapes_of(trained)
 
@@ -172,8 +172,8 @@ def adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
 
 
 def gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return copies of parameters in host memory, on rank 0 alone, also where ZeRO-3 has only a piece of each; tied
-    ones are one copy. Collective under ZeRO-3.
+    """Return copies of parameters in host memory, on rank 0 alone, gathered under ZeRO-3; tied ones are one copy.
+    Collective under ZeRO-3.
     """
     copies = {}
     for parameter in dict.fromkeys(parameters.values()):
@@ -184,7 +184,7 @@ def gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 
 def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
-    """Return the full shapes of parameters, also where ZeRO-3 has only a piece of each."""
+    """Return the unsharded shapes of parameters, also under ZeRO-3."""
     shapes = {}
     for name, parameter in parameters.items():
         shapes[name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -192,7 +192,7 @@ def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ..
 
 
 def missing_weights(folder: Path, *, num_elements: int) -> list[str]:
-    """List what the safetensors of a folder lack: a tensor is empty, or they have fewer than `num_elements`."""
+    """List problems of a folder's safetensors: empty tensors, or fewer than `num_elements` in total."""
     shapes = shapes_in(folder)
     for name, shape in shapes.items():
         if 0 in shape:
@@ -204,8 +204,8 @@ def missing_weights(folder: Path, *, num_elements: int) -> list[str]:
 
 
 def changed_files(checkpoint: str, *, weights_only: bool = False) -> list[str]:
-    """Hash the files of a checkpoint, each rank its share, and return what has changed on any rank since they were
-    written. Collective.
+    """Hash the files of a checkpoint, a share on each rank, and return those that have changed on any rank since they
+    were written. Collective.
     `weights_only`: leave out DeepSpeed's shards, unless they contain the weights.
     """
     folder = Path(described_in(checkpoint))
@@ -221,7 +221,7 @@ def changed_files(checkpoint: str, *, weights_only: bool = False) -> list[str]:
 
 
 def verify_weights(model: str) -> None:
-    """Hash all that loading the weights of `model` reads, where it is a checkpoint with a manifest. Collective.
+    """Hash all files that loading the weights of `model` reads, if it is a checkpoint with a manifest. Collective.
     Raises UserError on every rank, with each file that has changed.
     """
     if distributed.on_rank_0(lambda: sealed_checkpoint(model)) is not None:
