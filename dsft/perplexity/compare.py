@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from dsft.errors import UserError, nearest, raise_if_any
+from dsft.errors import UserError, raise_if_any
 from dsft.perplexity.modes import WINDOW_OPTIONS, find_mode
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Key, Results, frame, on_data
 from dsft.perplexity.sums import Estimate, exp, ratio_interval, sign_test, units_of
@@ -191,10 +191,7 @@ def _find_base(base: str | None, models: list[str]) -> str:
         return base or models[0]
     matching = [model for model in models if model.endswith(f"/{base}")]
     if len(matching) != 1:
-        raise UserError(
-            f"base={base} matches {len(matching)} of the models in these results: {', '.join(models)}"
-            + nearest(base, models)
-        )
+        raise UserError(f"base={base} matches {len(matching)} of the models in these results: {', '.join(models)}")
     return matching[0]
 
 

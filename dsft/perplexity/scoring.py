@@ -35,10 +35,10 @@ from dsft.models.probes import RowRules, row_rules
 from dsft.models.sequence_parallel import ALONE, Team
 from dsft.perplexity.modes import Windows
 from dsft.perplexity.results import COLUMNS, Recorder
-from dsft.perplexity.sums import STEPS, Perplexity, add_up, exp
+from dsft.perplexity.sums import STEPS, Perplexity, add_up
 from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import sum_over_ranks
-from dsft.units import IGNORED, in_digits
+from dsft.units import IGNORED
 
 MOST_NATS = 1e6  # of a token: beyond it the model is broken, and integers would overflow
 LEAST = -1e30  # below any logit except -inf, which a whole part of the vocabulary may have
@@ -144,9 +144,6 @@ def evaluate_windows(
     left = [index for index in range(len(batches)) if index not in recorder.scored_before]
     tokens = [int(lengths_W[batches[index]].sum()) for index in left]
     number, place_in_team, teams = team.position()
-    # Of this rank's team.
-    nats = 0.0
-    num_scored = 0
     with progress_bar(is_shown=progress, total=sum(tokens), desc="Perplexity", unit="token", unit_scale=True) as bar:
         for turn in range(0, len(left), teams):
             if turn + number < len(left):
@@ -161,9 +158,6 @@ def evaluate_windows(
                     cells, batch_sums = sum_tokens(windows, windows_N, places_N, columns_KN)
                     sums_KC[:, cells] += batch_sums
                     recorder.record(index, places_N, columns_KN[0], [cells.tolist(), batch_sums.tolist()])
-                nats = nats + columns_KN[0].sum().item()
-                num_scored = num_scored + columns_KN.shape[1]
-                bar.set_postfix_str(f"{in_digits(exp(nats / max(num_scored, 1)))} so far", refresh=False)
             elif collective_forward:  # joins the collectives of the other ranks' batches
                 scored({"input_ids": dummy, "targets": torch.full_like(dummy, IGNORED)})
             bar.update(sum(tokens[turn : turn + teams]))

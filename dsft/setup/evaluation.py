@@ -14,7 +14,7 @@ from dsft.data.sources import HeldOut
 from dsft.data.training_data import check_sources, notes_on_unread
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, Candidate, check_weights, resolve_dtype
-from dsft.models.measure import check_positions, check_sharding, measure_model
+from dsft.models.measure import check_positions, measure_model
 from dsft.models.model_folder import (
     adapter_base,
     base_revision,
@@ -152,6 +152,4 @@ def in_formats(candidate: Candidate, formats: list[str], problems: list[str]) ->
         if quantization:
             dtype = DTYPES[resolve_dtype(config.dtype)]
             problems += format_problems(model, facts.config, quantization, dtype=dtype)
-            if config.zero not in ("auto", "0"):
-                problems += check_sharding(facts.size, stage=3, model=candidates[-1].name)
     return candidates
