@@ -55,7 +55,7 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     show_text(f"dsft: {', '.join(map(str, sources['data']))}: {describe_counts(data.counts)}")
     if data.held_out_counts:
         show_text(f"dsft: held out: {describe_counts(data.held_out_counts)}")
-    for note in data.notes:
+    for note in (*config.notes, *data.notes):
         show_text(f"dsft: note: {note}")
     if isinstance(options, PreviewOptions):
         _preview(data, tokenizer, samples=options.samples)

@@ -59,9 +59,7 @@ def main(argv: list[str] | None = None) -> None:
 
         if name != "launch":
             if not words:
-                raise UserError(
-                    f"dsft {name} needs a YAML file, as dsft init writes it, or options such as --model and --data"
-                )
+                raise UserError("name a YAML file, as dsft init writes it, or options such as --model and --data")
             words = [name, *words]
             flags, _ = read_flags(words, {"no_preflight": bool})
             if not flags:

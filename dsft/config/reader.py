@@ -196,7 +196,8 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
     except UnicodeDecodeError as error:
         problems.append(f"--config {path}: not valid UTF-8 ({error.reason} at byte {error.start})")
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: `!!int x`
-        problems.append(f"--config {path}: not valid YAML: {one_line(error).replace(UNNAMED, '')}")
+        text = one_line(error).replace(' in "<unicode string>"', "")
+        problems.append(f"--config {path}: not valid YAML: {text}")
     else:
         if content is None:
             return {}
@@ -206,8 +207,6 @@ def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
     return None
 
 
-UNNAMED = ' in "<unicode string>"'
-"""Of PyYAML, which knows no file's name."""
 MOST_ALIASES = 10
 """Of a YAML file: nested aliases can expand to more than fits into memory."""
 

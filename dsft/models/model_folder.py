@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dsft.config.reader import read_text
-from dsft.errors import UserError, one_line
+from dsft.errors import UserError, nearest, one_line
 
 NO_GGUF = "GGUF is a format for inference; take the model that it was made from, or unpack it: dsft export FILE FOLDER"
 OPTIMIZER_FILES = "*_optim_states.pt"
@@ -169,7 +169,7 @@ def missing(key: str, name: str) -> str | None:
         if (Path(HF_HUB_CACHE) / "--".join(["models", *name.split("/")[:2]])).is_dir():
             return None
         where = " here, and the hub cannot be reached"
-    return f"{key}={name}: no such folder or file{where}"
+    return f"{key}={name}: no such folder or file{where}{nearest(name, map(str, Path(name).parent.glob('*')))}"
 
 
 @functools.cache

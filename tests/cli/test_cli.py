@@ -23,7 +23,7 @@ INIT = ["init", "--model", "m", "--data", "d", "--out"]
     ("arguments", "expected"),
     [
         ([*INIT, "file"], "file: exists"),
-        (["train"], "dsft train needs a YAML file"),
+        (["train"], "name a YAML file"),
         (["merge", "file"], "--out must be given"),
         ([*INIT, "file/run.yaml"], "file: File exists"),
         (["quickstart", "file"], "file: File exists"),
