@@ -197,7 +197,7 @@ def test_data_with_a_token_without_a_row_are_refused(options, tmp_path):
     tokenizer.save_pretrained(model)
     data = write_jsonl(tmp_path / "data.jsonl", [{"text": "a model <image> reads"}] * 9)
     words = {"model": str(model), "data": str(data), "seq_len": 8}
-    with pytest.raises(UserError, match="the token <image>, for which the model has no embedding"):
+    with pytest.raises(UserError, match="no embedding for the token <image>"):
         evaluate(**words, progress=False)
     result = run_entry("dsft.train", flags(options(tmp_path / "run", **words)))
     assert result.returncode == 2 and "the token <image>" in result.stderr
