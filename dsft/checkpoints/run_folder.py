@@ -299,7 +299,6 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
     """
     from huggingface_hub import ModelCardData  # not needed to read a run
 
-    # Local folders and data files mean nothing to the hub.
     def listed(values: dict[str, Any], names: tuple[str, ...]) -> str:
         lines = []
         for name in names:
@@ -310,7 +309,7 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
 
     config = run["config"]
     data += f"\n\nHeld out: {held_out}" if held_out else ""
-    # A folder of this machine means nothing to the hub, nor does a data file.
+    # Local folders and data files mean nothing to the hub.
     metadata = ModelCardData(
         base_model=None if Path(config["model"]).exists() else config["model"],
         library_name="transformers" if config["method"] == "full" else "peft",
