@@ -1,4 +1,4 @@
-"""The process and the machine it runs on: ranks, launcher variables, hardware, screen and logs."""
+"""The process and its machine: ranks, launcher variables, hardware, screen and logs."""
 
 import contextlib
 import gc
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import large libraries within this context: a fourth of the time goes into looking for garbage in code that
-    stays. What exists at the end is never looked at again.
+    """Import large libraries inside a `with`, without garbage collection, which takes a fourth of the time. Objects
+    that exist at the end are never examined again.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -23,7 +23,7 @@ def quick_imports() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Hide warnings of the libraries among each other, and DeepSpeed's that it finds no GPU, or does not look."""
+    """Hide warnings between libraries, and DeepSpeed's that it finds no GPU, or does not look for one."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)  # the error of a lost network follows
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)  # warns before the error of a lost network
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())

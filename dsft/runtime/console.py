@@ -1,4 +1,4 @@
-"""What the user sees: lines of rank 0 only, libraries that are quiet on the other ranks, and one log file per rank."""
+"""The output for the user: lines of rank 0 only, quiet libraries on the other ranks, and one log file per rank."""
 
 import contextlib
 import logging
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from rich.table import Table
     from tqdm import tqdm
 
-LINE_SECONDS = 60.0  # between two lines about progress, where no bar is seen; shorter work has none
+LINE_SECONDS = 60.0  # between two lines of progress without a bar; shorter work has none
 LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed}<{remaining}, {rate_fmt}{postfix}"
 
-OPERATOR_LOG = "torch.utils.cpp_extension"  # warns that no CUDA runtime is found where no GPU is
+OPERATOR_LOG = "torch.utils.cpp_extension"  # warns without a GPU that no CUDA runtime is found
 NO_LIMIT = 1000  # columns of a file, wider than any table
-LEAST_WIDTH = 80  # of a table; in less Rich leaves columns out, and the terminal breaks the lines
+LEAST_WIDTH = 80  # of a table; in less Rich drops columns, and the terminal wraps lines
 
 
 def say(line: str) -> None:
@@ -40,12 +40,12 @@ def set_up_screen() -> None:
     import transformers
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn after a fork otherwise
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers warn after a fork
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
     for message in (
-        "Input and output embeddings are no longer tied",  # while peft merges; dsft ties equal weights again
-        r"barrier\(\): using the device",  # DeepSpeed names no GPU where a training has one rank
+        "Input and output embeddings are no longer tied",  # during peft's merge; dsft ties equal weights again
+        r"barrier\(\): using the device",  # DeepSpeed names no GPU for a single rank
         "OMP_NUM_THREADS/MKL_NUM_THREADS unset",  # accelerate chooses as torch does
     ):
         warnings.filterwarnings("ignore", message=message)
@@ -53,34 +53,34 @@ def set_up_screen() -> None:
     logging.getLogger("DeepSpeed").setLevel(level)
     transformers.logging.set_verbosity(level)
     shows_downloads = not (rank() or are_progress_bars_disabled()) and bars_are_seen()
-    transformers.logging.disable_progress_bar()  # of loading and saving weights, and the hub's of downloads with them
+    transformers.logging.disable_progress_bar()  # of loading and saving weights, and of the hub's downloads
     if shows_downloads:
         enable_progress_bars()
     logging.getLogger(OPERATOR_LOG).setLevel(logging.ERROR)
-    # At each start it says that the Trainer gave the model the tokenizer's end tokens.
+    # At each start it reports that the Trainer set the model's end tokens to the tokenizer's.
     logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
     if rank() or not bars_are_seen():
         datasets.disable_progress_bars()
 
 
 def bars_are_seen() -> bool:
-    """Tell whether progress bars reach a terminal or a notebook. In a file they would be carriage returns."""
+    """Return whether progress bars reach a terminal or a notebook. In a file they would be carriage returns."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
-class _Lines:  # in the place of the screen, for a progress bar
+class _Lines:  # the stream of a progress bar without a screen
     def write(self, text: str) -> None:
         if line := text.strip():
             print(line, file=sys.stderr, flush=True)
 
 
 def progress_bar(*, is_shown: bool, **options: Any) -> "tqdm":
-    """Make a bar of tqdm that vanishes at its end; where none would be seen, a line each minute shows progress."""
+    """Return a tqdm bar that disappears at its end; without a terminal, a line each minute shows progress."""
     from tqdm.auto import tqdm
 
     if not bars_are_seen():
         options |= {"file": _Lines(), "mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "bar_format": LINE}
-        options["miniters"] = 1  # by the time alone; else tqdm leaves lines out by the size of the steps
+        options["miniters"] = 1  # by time alone; or tqdm skips lines depending on the size of steps
     return tqdm(disable=not is_shown, leave=False, dynamic_ncols=True, **options)
 
 
@@ -95,8 +95,8 @@ def print_table(title: str, rows: dict[str, str]) -> None:
 
 
 def show_table(table: "Table") -> None:
-    """Print a table, as wide as the terminal: what is too long for it goes on in the next line. In a file or a pipe
-    nothing is broken over lines, so that paths and commands stay in one piece.
+    """Print a table, as wide as the terminal; longer text is wrapped. In a file or a pipe nothing is wrapped, so that
+    paths and commands stay in one piece.
     """
     from rich.console import Console
     from rich.segment import Segments
@@ -110,7 +110,7 @@ def show_table(table: "Table") -> None:
 
 
 def show_text(text: str, *, file: TextIO | None = None) -> None:
-    """Print a text to the screen and the rank's log file. What cannot be printed is dropped."""
+    """Print a text to the screen and the rank's log file. Text that cannot be printed is dropped."""
     screen = file or sys.stdout
     with _printing_on(screen):
         print(printable(text), file=screen, flush=True)
@@ -118,8 +118,8 @@ def show_text(text: str, *, file: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def _printing_on(screen: TextIO) -> Iterator[None]:
-    """Let what is printed inside a `with` and after it vanish if it cannot be printed: a closed pipe or terminal, or a
-    full disk, must not end a training.
+    """Drop text printed inside a `with`, and later, if it cannot be printed: a closed pipe or terminal, or a full disk,
+    must not end a training.
     """
     try:
         yield
@@ -128,13 +128,13 @@ def _printing_on(screen: TextIO) -> Iterator[None]:
             os.dup2(null.fileno(), screen.fileno())
 
 
-LOGS = "logs"  # folder in the run's, with a file per rank, on its node: `rank_3.log`
+LOGS = "logs"  # in the run's folder, with a file per rank, on its node: `rank_3.log`
 COLOUR = re.compile(r"\033\[[\d;]*m")
 
 
 class _Both:
     """A text stream that also writes to a file, if there is one, without progress bars and colours; everything else is
-    the screen's. What neither can take is dropped.
+    the screen's. Text that cannot be written is dropped.
     """
 
     def __init__(self, screen: TextIO, file: TextIO | None):
@@ -142,7 +142,7 @@ class _Both:
         self.file = file
 
     def write(self, text: str) -> int:
-        if self.file and "\r" not in text:  # a bar
+        if self.file and "\r" not in text:  # without progress bars
             with contextlib.suppress(OSError):
                 self.file.write(COLOUR.sub("", text))
         with _printing_on(self.screen):
@@ -158,14 +158,14 @@ class _Both:
 
 
 def _watch_screen(file: TextIO | None) -> None:
-    """Print to the screen and the file from now on; an earlier run in this process may have had another file."""
+    """Print to the screen and the file from now on, which replaces the file of an earlier run in this process."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         setattr(sys, name, _Both(stream.screen if isinstance(stream, _Both) else stream, file))
 
 
 def log_to_files(output_dir: str, *, append: bool) -> None:
-    """Give this rank its file from now on; rank 0 writes to the screen as well. A single rank has the screen alone."""
+    """Write this rank's output to its file from now on; rank 0 also to the screen. A single rank has no file."""
     if world_size() == 1:
         _watch_screen(None)
         return

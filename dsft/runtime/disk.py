@@ -1,4 +1,4 @@
-"""Files: whether a folder can be written, its free bytes, the lock of a run's folder."""
+"""Checks whether folders are writable, their free bytes, and locks a run's folder."""
 
 import contextlib
 import os
@@ -13,18 +13,18 @@ from dsft.errors import UserError
 
 
 def user_cache() -> Path:
-    """The folder `dsft` in the user's cache; XDG_CACHE_HOME is followed."""
+    """Return the folder `dsft` in the user's cache (XDG_CACHE_HOME)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsft"
 
 
 def existing_parent(path: Path) -> Path:
-    """Return `path`, or the nearest folder above it that exists, be it a link to nowhere."""
+    """Return `path`, or the nearest folder above it that exists, even as a broken link."""
     absolute = path.expanduser().absolute()
     return next(parent for parent in (absolute, *absolute.parents) if os.path.lexists(parent))
 
 
 def free_bytes(folder: str | Path) -> int | None:
-    """Return the free bytes of the disk that holds `folder`, or will; None if it cannot be asked."""
+    """Return the free bytes of the disk of `folder`, which may not exist yet; None if they cannot be read."""
     try:
         return shutil.disk_usage(existing_parent(Path(folder))).free
     except OSError:
@@ -32,11 +32,11 @@ def free_bytes(folder: str | Path) -> int | None:
 
 
 PROBE = ".probe-"
-"""How the names of files begin by which a folder is tried."""
+"""Prefix of the files that test a folder."""
 
 
 def check_writable(output_dir: str, problems: list[str]) -> None:
-    """Check that `output_dir` is a folder, or one that can be made, on a disk that takes a few bytes."""
+    """Check that `output_dir` is a folder, or can be created, on a disk with some free bytes."""
     path = Path(output_dir)
     if os.path.lexists(path) and not path.is_dir():
         problems.append(f"output_dir={path}: is not a folder")
@@ -46,7 +46,7 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
 
 
 def write_error(folder: Path) -> str:
-    """Return why no file can be written and renamed in a folder, as a save does it; empty if one can."""
+    """Return why no file can be written and renamed in a folder, as a save does; empty if one can."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=PROBE, dir=folder)
         with os.fdopen(descriptor, "wb") as probe:
@@ -61,11 +61,11 @@ def write_error(folder: Path) -> str:
 
 
 LOCK = ".lock"
-"""Name of a run's lock in its folder. The system releases it when the process that locked it exits."""
+"""Name of a run's lock in its folder. The system releases it when the locking process exits."""
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a run is writing in `folder` now."""
+    """Return whether a run is writing to `folder` now."""
     if not (folder / LOCK).exists():
         return False
     try:
@@ -73,12 +73,12 @@ def is_held(folder: Path) -> bool:
             return False
     except filelock.Timeout:
         return True
-    except OSError:  # a reader may not write there
+    except OSError:  # no permission to write
         return False
 
 
 def in_use(folder: Path) -> str:
-    """The problem if a living run has locked `folder`."""
+    """Return the message for a folder that a running run has locked."""
     return (
         f"output_dir={folder}: another process is writing there now; wait until it finishes, or choose another folder"
     )
@@ -86,10 +86,10 @@ def in_use(folder: Path) -> str:
 
 @contextlib.contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of `folder`. A folder that cannot be written is left to the checks.
+    """Lock `folder` against other runs. One that is not writable is reported by the checks.
 
     Raises:
-        UserError: another run is writing there.
+        UserError: another run is writing to it.
     """
     is_new = not folder.exists()
     lock = filelock.FileLock(folder / LOCK)
@@ -107,5 +107,5 @@ def hold_folder(folder: Path) -> Iterator[None]:
             (folder / LOCK).unlink(missing_ok=True)
             lock.release()
         if is_new:
-            with contextlib.suppress(OSError):  # the run wrote into it
+            with contextlib.suppress(OSError):  # the run wrote files into it
                 folder.rmdir()

@@ -1,8 +1,8 @@
-"""This process among the ranks: start-up of the process group, the few collectives dsft itself needs, and the signals
-that ask a training to save.
+"""Starts the process group, contains the few collectives that dsft itself needs, and handles the signals that ask a
+training to save.
 
-Everything runs also as a single process without a launcher. DeepSpeed makes the process group (it knows NCCL, gloo and
-the CPU's shared-memory collectives); a group made before `TrainingArguments` is what lets ZeRO-3 start on CPU ranks.
+Everything also runs as a single process without a launcher. DeepSpeed creates the process group (it supports NCCL, gloo
+and shared-memory collectives on CPUs); ZeRO-3 on CPU ranks needs a group that exists before `TrainingArguments`.
 torch, which takes seconds to import, is imported inside functions.
 """
 
@@ -56,19 +56,19 @@ _timeout_seconds = 1800.0
 
 
 def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_dir: str | None = None) -> None:
-    """Join the process group of all ranks; without a launcher, be the only one.
+    """Join the process group of all ranks; without a launcher, a group of one.
 
     Args:
-        timeouts: anything with the fields of `config.TimeoutFields`, for a job under the watchdog.
+        timeouts: an object with the fields of `config.TimeoutFields`, for a job under the watchdog.
         timeout_seconds: of a collective.
         output_dir: of the run, which distinguishes its ranks from those of another job at the same port.
 
     Raises:
-        UserError: a launcher set only some of its variables, the port is busy, or another job meets there.
-        NotStarted: other ranks do not come.
+        UserError: a launcher set only some of its variables, the port is busy, or another job uses it.
+        NotStarted: other ranks do not join.
     """
     global _timeout_seconds
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is one line of ours, not frames of C++
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is reported in one line, without C++ frames
     import torch
     import torch.distributed as dist
 
@@ -85,10 +85,10 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     for name, value in SINGLE_PROCESS_ENV.items():
         os.environ.setdefault(name, value)
     if world_size() == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent uses its port itself, and waits there
+        os.environ["MASTER_PORT"] = str(free_port())  # torchrun's agent itself listens on its port
     choose_interface()
     set_library_variables()
-    import deepspeed  # here, so that `import dsft` stays light and DS_ACCELERATOR is read after it is set
+    import deepspeed  # here, so that `import dsft` is fast and DS_ACCELERATOR is read after it is set
 
     if has_gpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -99,9 +99,9 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
     try:
         store, number, _ = next(dist.rendezvous("env://", timeout=timeout))
         check_job(store, output_dir, number)
-        with contextlib.redirect_stdout(io.StringIO()):  # each CPU rank prints that its operator was built
+        with contextlib.redirect_stdout(io.StringIO()):  # each CPU rank reports its built operator
             deepspeed.init_distributed(verbose=False, timeout=timeout)
-        del store  # it has to live until the process group is made, which takes the same one
+        del store  # must exist until the process group is created, which uses the same one
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
@@ -114,12 +114,12 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
             f" out (start_timeout={meet_seconds:g} s): {reason}. Did all nodes start, and do they reach that address?"
             " dsft doctor, started like this run, names what is in the way"
         ) from error
-    # From here on the watchdog's limits are shorter, so that it is the watchdog that reports what happened.
+    # From here on the watchdog's limits are shorter, so that the watchdog reports failures.
     _timeout_seconds = timeout_seconds
     extend_timeouts()
     if not has_gpu() and world_size() > 1:
-        # Once every rank has mapped the buffer of DeepSpeed's collectives nobody needs its name, but DeepSpeed never
-        # removes it: each launch would leave 66 MiB of memory per rank (deepspeed/ops/csrc/cpu/comm/shm.cpp).
+        # After every rank has mapped the buffer of DeepSpeed's collectives its name is not needed, but DeepSpeed never
+        # removes it: each launch would leak 66 MiB of memory per rank (deepspeed/ops/csrc/cpu/comm/shm.cpp).
         dist.barrier()
         buffer = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank()}"
         Path("/dev/shm", buffer).unlink(missing_ok=True)
@@ -128,8 +128,8 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
 
 
 def extend_timeouts() -> None:
-    """Set the limit of a collective in every process group that there is now: torch gives those that libraries make
-    (DeepSpeed for ZeRO and hpZ) its default, 600 s with NCCL.
+    """Set the timeout of collectives in every existing process group: groups of libraries (DeepSpeed for ZeRO and hpZ)
+    have torch's default, 600 s with NCCL.
     """
     import torch.distributed as dist
 
@@ -145,8 +145,8 @@ def _several_ranks() -> Any:
 
 
 def stop_ranks() -> None:
-    """Leave the process group in order; a rank that a launcher started then ends its process here, with exit code 0:
-    DeepSpeed keeps the group's threads alive into the interpreter's shutdown, where one of them may abort the process.
+    """Leave the process group cleanly; a rank that a launcher started then exits here, with code 0: DeepSpeed keeps the
+    group's threads alive into the interpreter's shutdown, in which one of them may abort the process.
     """
     import torch.distributed as dist
 
@@ -156,7 +156,7 @@ def stop_ranks() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     if world_size() > 1:
-        atexit._run_exitfuncs()  # loggers and workers finish as at any exit
+        atexit._run_exitfuncs()  # for loggers and workers, as at any exit
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -164,7 +164,7 @@ def stop_ranks() -> None:
 
 @functools.cache
 def stop_at_exit() -> None:
-    """Let this program leave the process group where it ends: threads that DeepSpeed keeps alive may abort it."""
+    """Leave the process group at the end of this program: threads that DeepSpeed keeps alive may abort it."""
     import torch.distributed as dist
 
     def leave() -> None:
@@ -176,7 +176,7 @@ def stop_at_exit() -> None:
 
 def raise_together(problems: list[str]) -> None:
     """Raise the union of all ranks' problems on every rank, so that none waits for one that stopped; one that not all
-    have comes with the first host and rank that has it. Collective.
+    ranks have names the first host and rank with it. Collective.
     """
     ranks = from_all([(f"{socket.gethostname()}, rank {rank()}", problems)])
     places = defaultdict(list)
@@ -191,7 +191,7 @@ def raise_together(problems: list[str]) -> None:
 
 
 def from_all(values: list[Any]) -> list[Any]:
-    """Join all ranks' lists, in the order of ranks; the same on every rank. Collective."""
+    """Return all ranks' lists, concatenated in the order of ranks; the same on every rank. Collective."""
     lists = [values]
     if dist := _several_ranks():
         lists *= dist.get_world_size()
@@ -200,28 +200,28 @@ def from_all(values: list[Any]) -> list[Any]:
 
 
 def wait_for_all() -> None:
-    """Continue when every rank is here. Collective."""
+    """Wait until every rank is here. Collective."""
     if dist := _several_ranks():
         dist.barrier()
 
 
 def wait_long(name: str) -> None:
-    """Continue when every rank is here, however long the others take, with heartbeats to the watchdog: outside of any
-    collective, whose timeout would end the job. Every rank calls it as often as the others with the same `name`.
+    """Wait until every rank is here, for any time, with heartbeats to the watchdog: not in a collective, whose timeout
+    would end the job. Every rank calls it as often as the others with the same `name`.
     """
     if (dist := _several_ranks()) is None:
         return
     store = dist.distributed_c10d._get_default_store()
     count = store.add(f"dsft/{name}", 1)
-    everyone = -(-count // dist.get_world_size()) * dist.get_world_size()  # of this call, after those before it
+    everyone = -(-count // dist.get_world_size()) * dist.get_world_size()  # including all earlier calls
     while store.add(f"dsft/{name}", 0) < everyone:
         watchdog.heartbeat()
         time.sleep(0.02)
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """Return on every rank what `function()` returns on rank 0: for decisions that must not differ. Its UserError is
-    raised on every rank. Collective.
+    """Return rank 0's result of `function()` on every rank, for decisions that must not differ. Its UserError is raised
+    on every rank. Collective.
     """
     outcome: list[Any] = [None]
     if rank() == 0:
@@ -237,8 +237,8 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 
 def first_on_rank_0(function: Callable[[], None]) -> None:
-    """Call `function` on rank 0, then on all others, however long it takes: for files of a folder that the nodes may
-    share or not. Collective.
+    """Call `function` on rank 0, then on all others, without a time limit: for files in a folder that nodes may share
+    or not. Collective.
     """
     if rank() == 0:
         function()
@@ -250,10 +250,10 @@ def first_on_rank_0(function: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def only_run_in(output_dir: str | None) -> Iterator[None]:
-    """Holds the lock of `output_dir` on rank 0 inside a `with`. Collective.
+    """Hold the lock of `output_dir` on rank 0 inside a `with`. Collective.
 
     Raises:
-        UserError: on every rank; another run is writing there.
+        UserError: on every rank, if another run is writing to it.
     """
     with contextlib.ExitStack() as held:
         on_rank_0(lambda: held.enter_context(hold_folder(Path(output_dir))) if output_dir else None)
@@ -261,13 +261,13 @@ def only_run_in(output_dir: str | None) -> Iterator[None]:
 
 
 def this_node() -> tuple[str, str]:
-    """What distinguishes this node from the job's others, which may have the same host name."""
+    """Return values that identify this node among the job's others, which may have the same host name."""
     return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def smallest_machine() -> Machine:
-    """Return the machine of this job: uneven nodes count as the one with most ranks, all with the least memory that any
-    rank sees. Collective.
+    """Return the machine of this job: all nodes count as the one with most ranks, with the least memory of any rank.
+    Collective.
     """
     of_ranks = from_all([(this_node(), this_machine(ranks_per_node=ranks_per_node()))])
     numbers = Counter(node for node, _ in of_ranks)
@@ -317,8 +317,8 @@ def max_over_ranks(value: float) -> float:
 
 
 def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
-    """Compare this rank's job with rank 0's, by torchrun's id or the folder. Raises UserError: another job meets here,
-    or another process has this rank.
+    """Compare this rank's job with rank 0's, by torchrun's id or the folder. Raises UserError if another job uses this
+    port, or another process has this rank.
     """
     job = f"output_dir={output_dir}"
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
@@ -336,7 +336,7 @@ def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
 
 _is_asked = False
 """SIGUSR1, SIGTERM or a first Ctrl-C asks a training to save and end, so that it can resume later: SLURM and Kubernetes
-send the signals before they take a node. In a notebook Ctrl-C stays what it is."""
+send the signals before they take a node away. In a notebook Ctrl-C is unchanged."""
 
 
 def _note_signal(number: int, frame: object) -> None:
@@ -349,8 +349,8 @@ def _note_signal(number: int, frame: object) -> None:
 
 
 def listen_for_signals() -> None:
-    """Note SIGUSR1 from now on: SLURM may send it while the model loads (`--signal=USR1@300`). It is enough that a
-    single rank gets it: the trainer lets all ranks agree.
+    """Record SIGUSR1 from now on: SLURM may send it while the model loads (`--signal=USR1@300`). A single rank that
+    gets it is enough: the trainer lets all ranks agree.
     """
     global _is_asked
     _is_asked = False
@@ -360,8 +360,8 @@ def listen_for_signals() -> None:
 
 @contextlib.contextmanager
 def signals_save() -> Iterator[None]:
-    """Note SIGTERM and Ctrl-C as well inside a `with`; before, they end the process as usual. In the main thread only;
-    elsewhere (a notebook's) nothing changes. One that is ignored stays so.
+    """Also record SIGTERM and Ctrl-C inside a `with`; before, they end the process as usual. In the main thread only;
+    in others (a notebook's) nothing changes. Ignored signals stay ignored.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     numbers = [signal.SIGTERM]
@@ -384,40 +384,40 @@ def is_asked_to_save() -> bool:
 
 
 ONE_THREAD_BY_DEFAULT = {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_DEEPSPEED"}
-"""Variables of launchers that set OMP_NUM_THREADS to 1 where nothing is asked for."""
+"""Variables of launchers that set OMP_NUM_THREADS to 1 if it is not set."""
 
 
 def set_library_variables() -> None:
-    """Set what torch and DeepSpeed read at their start."""
+    """Set variables that torch and DeepSpeed read at their start."""
     import torch
 
     if has_gpu():
-        # Read at the first allocation. Without it the pieces left between gathered layers and activations cannot be
-        # used together. The older name would win over the user's newer one.
+        # Read at the first allocation. Without it the gaps between gathered layers and activations cannot be used
+        # together. The older name would override the user's newer one.
         if "PYTORCH_ALLOC_CONF" not in os.environ:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        # DeepSpeed reads numbers alone where it compiles an operator (op_builder/builder.py): 9.0, not 9.0a or 10.0f.
+        # DeepSpeed accepts only numbers when it compiles an operator (op_builder/builder.py): 9.0, not 9.0a or 10.0f.
         if architectures := os.environ.get("TORCH_CUDA_ARCH_LIST"):
             os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(?<=\d)[af]\b", "", architectures)
     else:
         require_seen_gpus()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if world_size() > 1:
-        # Left alone each rank would take all cores of its node. torchrun gives each a single one where OMP_NUM_THREADS
-        # is not set (torch/distributed/run.py), and so does accelerate, over pdsh too (accelerate/utils/launch.py).
+        # By default each rank would use all cores of its node. torchrun sets one thread if OMP_NUM_THREADS is not set
+        # (torch/distributed/run.py), and so does accelerate, over pdsh too (accelerate/utils/launch.py).
         if os.environ.get("OMP_NUM_THREADS") == "1" and not ONE_THREAD_BY_DEFAULT.isdisjoint(os.environ):
             del os.environ["OMP_NUM_THREADS"]
         if "OMP_NUM_THREADS" not in os.environ:
             threads = cpu_count() // ranks_per_node()
             launchers = set(launchers_of(os.environ))
-            if launchers and launchers <= {"srun", "mpirun"}:  # which may have tied the rank to its part of all
+            if launchers and launchers <= {"srun", "mpirun"}:  # which may have bound the rank to its share of the cores
                 of_node = int(os.environ.get("SLURM_CPUS_ON_NODE", os.cpu_count()))
                 threads = min(cpu_count(), of_node // ranks_per_node())
             os.environ["OMP_NUM_THREADS"] = str(max(1, threads))
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     elif "OMP_NUM_THREADS" not in os.environ and cpu_count() < torch.get_num_threads():
-        torch.set_num_threads(cpu_count())  # torch counts a container's cores, whatever time it has on them
-    # A shell of ssh knows nothing of a Python environment; DeepSpeed looks for the environment's ninja.
+        torch.set_num_threads(cpu_count())  # torch counts a container's cores, but not its CPU time limit
+    # A shell of ssh has no Python environment active; DeepSpeed looks for the environment's ninja.
     programs = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
     if programs not in path.split(os.pathsep):
@@ -430,15 +430,15 @@ SAME_OPTIONS = (
 SAME_FILES = "copy the same files to every node, or mount one folder"
 SAME_CODE = "copy one checkout to every node, or mount it there"
 SAME_LIBRARIES = "on every node: pip install -c constraints.txt -e ."
-LONGEST_VALUE = 80  # characters of a value in a message; of a longer one its beginning
+LONGEST_VALUE = 80  # characters of a value in a message; longer ones are truncated
 NOT_SET = "not set"
 
 
 def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
-    """Compare options (by name, as this rank has read them), code and libraries, right after the ranks have met; name
-    libraries that were never tested. Raises as `require_agreement`. Collective.
+    """Compare options (by name, as this rank has read them), code and libraries, right after the ranks have met; report
+    untested versions of libraries. Raises as `require_agreement`. Collective.
     """
-    if any(from_all([bool(problems)])):  # of reading the options: they are the cause, and are raised with others later
+    if any(from_all([bool(problems)])):  # from reading the options: they are the cause, and are raised later
         return
     versions = numeric_versions()
     libraries = {f"version of {name}": version for name, version in versions.items()}
@@ -448,15 +448,15 @@ def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
 
 
 def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare facts with those of rank 0: what the user can do about a difference -> name -> value on this rank.
-    Collective. Raises UserError, on every rank, with a line for each fact that differs: both values, and a host.
+    """Compare facts with those of rank 0: remedy for a difference -> name -> value on this rank. Collective. Raises
+    UserError, on every rank, with a line for each fact that differs: both values, and a host.
     """
     remedies = {}
     values = {}
     for remedy, facts in facts_by_remedy.items():
         for name, value in facts.items():
             remedies[name] = remedy
-            values[name] = NOT_SET if value is None else str(value)  # a rank with other code reads a text, too
+            values[name] = NOT_SET if value is None else str(value)  # a rank with other code can read it too
     of_rank_0, remedies_of_rank_0 = on_rank_0(lambda: (values, remedies))
     problems = []
     for name, remedy in (remedies_of_rank_0 | remedies).items():
