@@ -92,12 +92,13 @@ def _check_index(index: str, files: list[str]) -> None:
     than the index names.
     """
     file_of = _last_files(files)
+    folder = Path(index).parent
     for tensor, named in json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items():
-        last = Path(file_of.get(tensor, named)).name
-        if last != named:
+        last = Path(file_of.get(tensor, folder / named))
+        if last != folder / named:
             raise UserError(
-                f"{tensor} is in {named}, which {Path(index).name} names, and in {last}, whose copy transformers would"
-                " load; remove that copy"
+                f"{tensor} is in {named}, which {Path(index).name} names, and in {last.name}, whose copy transformers"
+                " would load; remove that copy"
             )
 
 

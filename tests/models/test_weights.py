@@ -108,9 +108,10 @@ def test_sharded_weights_of_either_format_and_tied_ones_are_whole(tiny, tmp_path
 
 def test_another_copy_of_a_tensor_that_transformers_would_load_is_refused(tiny, tmp_path):
     """An overlay that sorts before the shards loses to their stale copy; one that sorts after them wins."""
-    for overlay, problems in {"abliterated": 1, "z": 0}.items():
+    for overlay, problems in {"abliterated": 1, "z": 0, "z/model": 0}.items():
         folder = Path(shutil.copytree(tiny / "model", tmp_path / overlay))
         shard(folder)
+        (folder / f"{overlay}.safetensors").parent.mkdir(exist_ok=True)
         save_file({LOST: torch.ones(48, 32)}, folder / f"{overlay}.safetensors", metadata={"format": "pt"})
         index = json.loads((folder / INDEX).read_text())
         index["weight_map"][LOST] = f"{overlay}.safetensors"
@@ -118,7 +119,7 @@ def test_another_copy_of_a_tensor_that_transformers_would_load_is_refused(tiny, 
         refusals = problems_in(folder)
         assert len(refusals) == problems and all("abliterated.safetensors" in each for each in refusals), refusals
         with pytest.raises(UserError, match="remove that copy") if problems else contextlib.nullcontext():
-            export(str(folder), str(tmp_path / f"{overlay}-out"))
+            export(str(folder), str(tmp_path / "out" / overlay))
 
 
 def claim_tied(folder: Path) -> Path:
