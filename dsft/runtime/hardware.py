@@ -1,7 +1,7 @@
-"""What the hardware offers: measured on this machine, or as the user writes it (`8x80GB`, two nodes).
+"""Describes the hardware: measured on this machine, or as the user writes it (`8x80GB`, two nodes).
 
-Reads only. To ask a GPU for its free memory makes a context on it. torch, which takes seconds to import, is imported
-where a GPU is asked.
+Changes nothing, but reading a GPU's free memory creates a context on it. torch, which takes seconds to import, is
+imported only for that.
 """
 
 import contextlib
@@ -28,24 +28,24 @@ from dsft.units import BYTES, GiB, KiB, plural
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The hardware a plan is made for; all nodes alike."""
+    """The hardware of a plan; all nodes are alike."""
 
     nodes: int
     ranks_per_node: int
-    """One per GPU; without GPUs, CPU processes. The most of any node, where they are uneven."""
+    """One per GPU; without GPUs, CPU processes. The largest number if nodes differ."""
     device_bytes: int
     """Memory of one GPU; without GPUs, one rank's share of the host's."""
     host_bytes: int
-    """Host memory of one node that processes may use (the cgroup's limit where there is one)."""
+    """Host memory of one node that processes may use (the cgroup's limit, if there is one)."""
     has_gpu: bool
     gpu_type: str = ""
-    """Name of the GPU, as its driver or the user says; empty where only its memory is known."""
+    """Name of the GPU, from its driver or the user; empty if only its memory is known."""
     interconnect: str = ""
-    """As `--interconnect` takes it: "nvlink+ib400" ...; empty where it is not known."""
+    """In the form of `--interconnect`: "nvlink+ib400" ...; empty if unknown."""
     num_ranks: int = 0
-    """On all nodes; 0: as many on each."""
+    """On all nodes; 0: the same number on each."""
     measured: bool = False
-    """Whether this is the machine dsft runs on, not one on paper."""
+    """Whether dsft runs on this machine; False for one on paper."""
 
     @property
     def world_size(self) -> int:
@@ -53,7 +53,7 @@ class Machine:
 
     @property
     def place(self) -> str:
-        """What has `device_bytes`, in a word."""
+        """Name of the owner of `device_bytes`, for messages."""
         return "GPU" if self.has_gpu else "rank"
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Machine:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in "80GB", "80GiB", "1.5TB". Raises UserError: it is anything else; a unit is required."""
+    """Return the bytes in "80GB", "80GiB", "1.5TB". Raises UserError for any other form; a unit is required."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if not match or match[2] not in BYTES or not 0 < float(match[1]) < 1e12:
         raise UserError(f"{text!r} is not a size; write a number and one of {', '.join(BYTES)}, for example 80GB")
@@ -75,7 +75,7 @@ def parse_bytes(text: str) -> int:
 
 
 def split_gpus(text: str) -> tuple[int, str]:
-    """ "8x80GB" -> (8, "80GB"), "8xH100" -> (8, "H100"). Raises UserError: it has another form or names no GPU."""
+    """ "8x80GB" -> (8, "80GB"), "8xH100" -> (8, "H100"). Raises UserError for any other form or an unknown GPU."""
     match = re.fullmatch(r"(\d+)\s*x\s*(.+)", text.strip())
     if not match or int(match[1]) < 1:
         raise UserError(
@@ -89,8 +89,8 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's cgroup and of those above it, and whether they are of version 1. A container
-    sees its own as the root; that of a SLURM job or a systemd unit is below.
+    """Yield the folders of this process's cgroup and its parents, and whether they are of version 1. A container sees
+    its own cgroup as the root; that of a SLURM job or a systemd unit is below.
     """
     for line in _read(OWN_CGROUPS).splitlines():  # 0::/system.slice/slurmstepd.scope/job_7, 4:memory:/slurm/uid_0/job_7
         _, controllers, path = line.split(":", 2)
@@ -104,29 +104,29 @@ def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Yield (limit, bytes that are taken, but for caches of files) of each cgroup."""
+    """Yield (limit, used bytes without file caches) of each cgroup."""
     for folder, is_old in _cgroups("memory"):
         files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_old else ("memory.max", "memory.current")
         limit, taken = [_read(folder / name) for name in files]
-        if limit.isdigit():  # else "max", or no such folder in this container
+        if limit.isdigit():  # not "max", or a missing folder in this container
             prefix = "total_" if is_old else ""
             kept = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
             yield int(limit), max(0, int(taken or 0) - sum(map(int, kept)))
 
 
 def host_memory_bytes() -> int:
-    """Memory that this process may use: the host's, or the least limit of its cgroups where that is smaller."""
+    """Return the memory that this process may use: the host's, or the smallest limit of its cgroups if that is less."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
 
 
 def free_host_bytes() -> int:
-    """Memory of this host that a run may still take, caches of files included."""
+    """Return the host memory that a run may still use, file caches included."""
     return min([psutil.virtual_memory().available, *(max(0, limit - taken) for limit, taken in _memory_limits())])
 
 
 def gpu_utilization() -> float | None:
-    """Share of the last moments in which this rank's GPU was at work, as NVML has it; None without a GPU or the package
-    nvidia-ml-py.
+    """Return the share of the last moments in which this rank's GPU was busy, by NVML; None without a GPU or the
+    package nvidia-ml-py.
     """
     if not has_gpu():
         return None
@@ -134,12 +134,12 @@ def gpu_utilization() -> float | None:
 
     try:
         return torch.cuda.utilization() / 100
-    except Exception:  # without the package, and of NVML's own classes: not every container, nor a part of a GPU (MIG)
+    except Exception:  # no package, or NVML's own classes: some containers, and parts of a GPU (MIG), do not report it
         return None
 
 
 def has_gpu() -> bool:
-    """Whether ranks run on GPUs: where torch sees one, unless DS_ACCELERATOR=cpu asks for CPU ranks."""
+    """Return whether ranks run on GPUs: if torch sees one, unless DS_ACCELERATOR=cpu requests CPU ranks."""
     if os.environ.get("DS_ACCELERATOR") == "cpu" or ("torch" not in sys.modules and not _has_driver()):
         return False
     import torch
@@ -148,22 +148,22 @@ def has_gpu() -> bool:
 
 
 GPU_FILES = "/dev/nvidia[0-9]*"
-"""What NVIDIA's driver shows of each GPU."""
+"""Device files of NVIDIA's driver, one for each GPU."""
 
 
 def _has_driver() -> bool:
-    """Whether torch could find a GPU: it takes a second to import, for a machine that has none."""
+    """Return whether torch could find a GPU; saves the second of importing it on a machine without one."""
     if glob.glob(GPU_FILES):
         return True
     try:
-        ctypes.CDLL("libcuda.so.1")  # of NVIDIA's driver; CUDA's own libraries look for it by this name
+        ctypes.CDLL("libcuda.so.1")  # NVIDIA's driver; CUDA's libraries look for it by this name
     except OSError:
         return False
     return True
 
 
 def require_seen_gpus() -> None:
-    """Refuse to run on CPUs beside GPUs that torch does not see, unless CPU ranks are asked for (UserError)."""
+    """Raise UserError if torch does not see the machine's GPUs, unless CPU ranks are requested."""
     hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hides_gpus or os.environ.get("DS_ACCELERATOR") == "cpu" or not glob.glob(GPU_FILES) or has_gpu():
         return
@@ -177,8 +177,8 @@ def require_seen_gpus() -> None:
 
 
 def cpu_count() -> int:
-    """Number of cores that this process can keep busy: of those that it may run on, but no more than its cgroups give
-    it time for (`docker run --cpus`), rounded up.
+    """Return the number of cores that this process can keep busy: its CPU affinity, limited by the CPU quota of its
+    cgroups (`docker run --cpus`), rounded up.
     """
     number = len(os.sched_getaffinity(0))
     for folder, is_old in _cgroups("cpu"):  # microseconds in each period; "max" or -1 without a limit
@@ -190,7 +190,7 @@ def cpu_count() -> int:
 
 
 def default_ranks() -> int:
-    """Ranks to start on this machine: one per GPU, else up to 2 CPU processes."""
+    """Return the number of ranks to start on this machine: one per GPU, else up to 2 CPU processes."""
     if not has_gpu():
         return min(2, cpu_count())
     import torch
@@ -199,7 +199,9 @@ def default_ranks() -> int:
 
 
 def cpu_rank_bytes(host_bytes: int, ranks: int) -> int:
-    """The device memory of one of a node's CPU ranks: its share of the host's, but 15 % for system and launcher."""
+    """Return the device memory of one of a node's CPU ranks: its share of the host's, without 15 % for system and
+    launcher.
+    """
     return int(0.85 * host_bytes / ranks)
 
 
@@ -212,7 +214,7 @@ def this_machine(*, ranks_per_node: int | None = None) -> Machine:
     if has_gpu():
         import torch
 
-        # A rank of a launch asks only its GPU: each context takes memory there.
+        # A launched rank reads only its own GPU: each context uses memory on it.
         rank_gpu = os.environ.get("LOCAL_RANK")
         gpus = [int(rank_gpu)] if rank_gpu else range(torch.cuda.device_count())
         gpu_type = torch.cuda.get_device_name(0)
@@ -235,8 +237,8 @@ COMMUNICATOR_BYTES = int(1.1 * GiB)
 
 
 def ask_gpu(gpu: int) -> tuple[int, int]:
-    """(bytes of a GPU that other programs leave, all its bytes). What this process takes by asking, and by the
-    communicator in which ranks have met, counts as left, since plans have it; so does what torch keeps of old tensors.
+    """Return (bytes of a GPU that other programs do not use, its total bytes). This process's context and communicator
+    count as free, since plans contain them; so does memory that torch caches.
     """
     import torch
     import torch.distributed as dist
@@ -252,8 +254,8 @@ FREED_WITHIN_SECONDS = 60.0
 
 
 def wait_for_freed_gpu() -> float:
-    """Wait until the processes of a killed run have given back the memory of this rank's GPU, for FREED_WITHIN_SECONDS:
-    what is taken then is another program's. Returns the seconds that it took.
+    """Wait until the processes of a killed run have freed the memory of this rank's GPU, at most FREED_WITHIN_SECONDS:
+    memory in use after that belongs to another program. Returns the seconds waited.
     """
     if not has_gpu():
         return 0.0
@@ -271,16 +273,16 @@ def wait_for_freed_gpu() -> float:
 
 
 def peak_resident_bytes() -> int:
-    """This process's peak of resident memory since it was last set back, else since its start (Linux VmHWM)."""
+    """Return this process's peak resident memory since the last reset, else since its start (Linux VmHWM)."""
     line = re.search(r"VmHWM:\s*(\d+)", _read(Path("/proc/self/status")))
     kibibytes = int(line[1]) if line else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kibibytes * KiB
 
 
 def reset_peaks() -> None:
-    """Count the peaks of this process from now on."""
-    with contextlib.suppress(OSError):  # a container that forbids it: the peak counts from before
-        # Sets the peak of resident memory to what is resident now (man 5 proc).
+    """Reset the memory peaks of this process."""
+    with contextlib.suppress(OSError):  # a container may forbid it: the earlier peak remains
+        # Sets the peak of resident memory to its current value (man 5 proc).
         Path("/proc/self/clear_refs").write_text("5")
     if has_gpu():
         import torch
@@ -289,7 +291,7 @@ def reset_peaks() -> None:
 
 
 def peak_memory_bytes() -> dict[str, int]:
-    """This rank's peaks since they were reset: device bytes allocated by torch (GPU only) and resident host bytes."""
+    """Return this rank's peaks since the last reset: bytes allocated by torch (GPU only), and resident host bytes."""
     peak = {"host": peak_resident_bytes()}
     if has_gpu():
         import torch
@@ -299,7 +301,7 @@ def peak_memory_bytes() -> dict[str, int]:
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the system; empty if it cannot be read."""
+    """Return the text of a system file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -310,26 +312,26 @@ Memory = Literal["GPU", "host", "pinned host"]
 
 SAID_OF_HOST = re.compile(
     r"can't allocate memory|not enough memory"  # torch (c10/core/CPUAllocator.cpp)
-    r"|(?<!failed with error )Cannot allocate memory"  # mmap, fork; NCCL says "failed with" of too few locked pages
-    r"|DataLoader worker .* killed by signal: Killed"  # the kernel takes the largest process of a full cgroup
+    r"|(?<!failed with error )Cannot allocate memory"  # mmap, fork; NCCL says "failed with" for too few locked pages
+    r"|DataLoader worker .* killed by signal: Killed"  # the kernel kills the largest process of a full cgroup
 )
 SAID_OF_GPU = re.compile(
-    r"(?i:\b(cuda|hip)\b.{0,40}\bout of memory)"  # torch, the driver under expandable segments, NCCL, Triton, and wraps
-    r"|(?i:(cuda|hip)_?error_?(out_?of_?memory|memory_?allocation))"  # the name of the code alone
+    r"(?i:\b(cuda|hip)\b.{0,40}\bout of memory)"  # torch, the driver under expandable segments, NCCL, Triton, wrappers
+    r"|(?i:(cuda|hip)_?error_?(out_?of_?memory|memory_?allocation))"  # only the name of the error code
     r"|Failed to CUDA \w+"  # NCCL's buffers (NCCL, src/include/alloc.h)
-    # Workspaces of cuBLAS, cuDNN, hipBLAS ...; their handles, which a full GPU has no room for.
+    # Workspaces of cuBLAS, cuDNN, hipBLAS ..., and their handles, for which a full GPU has no memory.
     r"|(CU|HIP|ROC)\w+_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
-    # torch asks NVML who uses the memory only while it reports that none is left (c10/cuda/CUDACachingAllocator.cpp).
+    # torch calls NVML only while it reports that no memory is left (c10/cuda/CUDACachingAllocator.cpp).
     r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED",
     re.DOTALL,
 )
-"""What libraries say of GPU memory where no OutOfMemoryError comes of it."""
+"""Messages about GPU memory that libraries raise without an OutOfMemoryError."""
 
 
 def which_memory(error: BaseException) -> Memory | None:
-    """Tell which memory ran out; None for another error.
+    """Return which memory ran out; None for another error.
 
-    The driver pins host memory, and reports a lack of it as it does for a GPU's: where it was asked for tells.
+    The driver pins host memory, and reports a lack of it like that of GPU memory: the traceback decides.
     """
     import torch
 
@@ -348,12 +350,12 @@ def which_memory(error: BaseException) -> Memory | None:
 @contextlib.contextmanager
 def memory_errors_explained(explanation: Callable[[BaseException, Memory], str]) -> Iterator[None]:
     """Turn a failed allocation inside a `with`, on a GPU or the host, into one clear error on this rank: "out of
-    memory" and the explanation, which says where, and the way out. Without a collective: the other ranks do not come. A
-    UserError, so that a restart, which would fail again, is not tried.
+    memory" and the explanation, with the place and the remedy. Without a collective, since the other ranks do not join.
+    A UserError, so that a restart, which would fail again, is not tried.
     """
     try:
         yield
-    except UserError:  # which has its explanation
+    except UserError:  # already explained
         raise
     except Exception as error:
         if (memory := which_memory(error)) is None:

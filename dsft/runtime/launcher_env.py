@@ -1,7 +1,7 @@
-"""What a launcher sets for its ranks (RANK, WORLD_SIZE and the others), and hosts: nodes, addresses, ports, ssh.
+"""Launcher variables of a rank (RANK, WORLD_SIZE and the others), and hosts: nodes, addresses, ports, ssh.
 
 torchrun, deepspeed and accelerate set these variables themselves, and then nothing is changed; for mpirun and srun they
-are derived before anything reads RANK, which decides which process prints. No process group is made here.
+are derived before anything reads RANK, which decides which process prints. No process group is created here.
 """
 
 import contextlib
@@ -19,55 +19,55 @@ import psutil
 from dsft.errors import UserError
 
 # Variables that `dsft launch` sets.
-LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts tell their own run from the one that `overwrite` replaces
-OPTIONS_FILE = "options.yaml"  # in output_dir: the options with which all ranks of a launch start
+LAUNCH = "DSFT_LAUNCH"  # an id of the launch: its restarts distinguish their own run from one that `overwrite` replaces
+OPTIONS_FILE = "options.yaml"  # in output_dir: the options of all ranks of a launch
 ENV_FILE = "launch.env"  # in output_dir: variables for DeepSpeed to set on the nodes
-CHECKS_ALONE = "DSFT_CHECKS_ALONE"  # rank 0's entry runs alone before all ranks: it checks what needs no other
+CHECKS_ALONE = "DSFT_CHECKS_ALONE"  # rank 0's entry runs alone before all ranks, for checks that need no other rank
 
 MPI_NAMES = {
     "OpenMPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""Rank, number of ranks, and the same within the node, as each mpirun says them."""
+"""Rank, number of ranks, and the same within the node, in the variables of each mpirun."""
 MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 LEFT_OVER = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE")
-"""Variables of an earlier `accelerate launch`, which accelerate would follow against `dtype` and the machine."""
+"""Variables of an earlier `accelerate launch`, which would override `dtype` and the machine."""
 LOOPBACK = "127.0.0.1"
 SINGLE_PROCESS_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK}
 """Launcher variable -> its value in a process without a launcher. MASTER_PORT is any free port."""
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-"""How each library wants the interface's name; without "=" NCCL takes it for the beginning of a name."""
+"""Form of the interface's name for each library; without "=" NCCL treats it as a prefix."""
 
 
 def world_size() -> int:
-    """Number of ranks over all nodes, as the launcher said; 1 without a launcher."""
+    """Return the number of ranks over all nodes, set by the launcher; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """This process's number over all nodes, from 0."""
+    """Return this process's rank over all nodes, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def ranks_per_node() -> int:
-    """Ranks on this node. The deepspeed launcher sets LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE."""
-    # accelerate leaves a LOCAL_WORLD_SIZE of 1 in a notebook, which a launcher started there inherits.
+    """Return the number of ranks on this node. The deepspeed launcher sets LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE."""
+    # accelerate leaves a LOCAL_WORLD_SIZE of 1 in a notebook, which launchers started there inherit.
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size())
 
 
 def launchers_of(given: Mapping[str, str]) -> list[str]:
-    """The launchers that started this rank, for run.json; empty without one."""
+    """Return the launchers that started this rank, for run.json; empty without one."""
     signs = {"torchrun": "TORCHELASTIC_RUN_ID", "mpirun": MPI_NAMES["OpenMPI"][0], "srun": "SLURM_STEP_ID"}
     signs |= {"accelerate": "ACCELERATE_CONFIG_DS_FIELDS", "deepspeed": "CROSS_RANK"}
     return [name for name, variable in signs.items() if variable in given]
 
 
 def interface_error() -> str:
-    """Returns which interface of NCCL's or gloo's variables is not on this node; empty if all are."""
+    """Return the problem of an interface in NCCL's or gloo's variables that is not on this node; empty if all are."""
     present = list(psutil.net_if_addrs())
     for variable in INTERFACE_VARIABLES:
         value = os.environ.get(variable, "")
-        if not value or value.startswith("^"):  # names those that are not to be used
+        if not value or value.startswith("^"):  # "^" excludes interfaces
             continue
         prefixes = tuple(value.lstrip("=").split(","))
         if not any(name.startswith(prefixes) for name in present):
@@ -76,7 +76,7 @@ def interface_error() -> str:
 
 
 def unset_single_process_env() -> None:
-    """Remove the variables of a single process, which a notebook that trained leaves to the commands it starts."""
+    """Remove the variables of a single process, which a notebook that trained passes to the commands it starts."""
     # A pod alone in its job has no LOCAL_RANK, and needs the others.
     if os.environ.get("WORLD_SIZE") == "1" and "LOCAL_RANK" in os.environ:
         for name in (*SINGLE_PROCESS_ENV, "MASTER_PORT"):
@@ -84,8 +84,8 @@ def unset_single_process_env() -> None:
 
 
 def map_launcher_variables() -> None:
-    """Set RANK, WORLD_SIZE and the others where only MPI's or SLURM's own are there. Safe to call again. Raises
-    UserError: an interface that does not exist; MPI over several nodes without MASTER_ADDR, which only the user knows.
+    """Set RANK, WORLD_SIZE and the others if only MPI's or SLURM's own are set. Safe to call again. Raises UserError
+    for an interface that does not exist, or MPI over several nodes without MASTER_ADDR, which only the user knows.
     """
     if problem := interface_error():
         raise UserError(problem)
@@ -94,7 +94,7 @@ def map_launcher_variables() -> None:
     variables = launcher_variables(os.environ)
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    if os.environ.get("LOCAL_RANK", "0") != os.environ.get(MPI_LOCAL_RANK, "0"):  # of an mpirun around the launcher
+    if os.environ.get("LOCAL_RANK", "0") != os.environ.get(MPI_LOCAL_RANK, "0"):  # from an mpirun around the launcher
         os.environ.pop(MPI_LOCAL_RANK, None)  # DeepSpeed asserts that they are equal
     if variables and "MASTER_ADDR" not in os.environ:
         raise UserError(
@@ -104,11 +104,11 @@ def map_launcher_variables() -> None:
 
 
 def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
-    """Derive the variables of this process from `given` ones; none where RANK is there or it is the only process."""
+    """Derive the variables of this process from `given` ones; empty if RANK is set or it is the only process."""
     if "RANK" in given:
         return {}
-    # MPI goes before SLURM: mpirun inside a SLURM allocation starts its processes through srun, whose variables are
-    # those of its helpers.
+    # MPI takes precedence: mpirun inside a SLURM allocation starts its processes through srun, whose variables describe
+    # its helpers.
     for names in MPI_NAMES.values():
         if all(name in given for name in names) and int(given[names[1]]) > 1:
             rank, size, local_rank, local_size = (given[name] for name in names)
@@ -117,8 +117,8 @@ def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
             number = zlib.crc32(job.encode())
             break
     else:
-        # One of several tasks of an srun. A batch script has SLURM_NTASKS and SLURM_PROCID as well, but no step; an
-        # interactive shell is a step of one task.
+        # One of several tasks of an srun. A batch script also has SLURM_NTASKS and SLURM_PROCID, but no step; an
+        # interactive shell is a step with one task.
         rank = given.get("SLURM_PROCID")
         size = given.get("SLURM_STEP_NUM_TASKS", "1")
         if rank is None or int(size) < 2 or "SLURM_STEP_ID" not in given:
@@ -127,30 +127,32 @@ def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
         for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", given["SLURM_STEP_TASKS_PER_NODE"]):  # 2(x3),1
             tasks_of_nodes += [count] * int(times or 1)
         local_size = tasks_of_nodes[int(given["SLURM_NODEID"])]
-        # With --gpus-per-task each task sees its own GPU alone, as number 0.
+        # With --gpus-per-task each task sees only its own GPU, as number 0.
         visible = given.get("CUDA_VISIBLE_DEVICES")
         num_gpus = len(visible.split(",")) if visible else int(local_size)
         local_rank = str(int(given["SLURM_LOCALID"]) % num_gpus)
         address = first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"])
         number = int(given["SLURM_JOB_ID"])
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
-    variables |= {"LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": str(20_000 + number % 10_000)}  # two seldom have one
+    variables |= {
+        "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_PORT": str(20_000 + number % 10_000),
+    }  # two jobs rarely share one
     return variables | ({"MASTER_ADDR": address} if address else {})
 
 
-_reserved: deque[socket.socket] = deque(maxlen=64)  # ports given away, held until this process ends
+_reserved: deque[socket.socket] = deque(maxlen=64)  # returned ports, held until this process exits
 
 
 def free_port() -> int:
-    """A TCP port that nothing on this machine uses now; not one of those that the system assigns to connections (ip(7),
-    ip_local_port_range: 32768 and above), of which one may begin before the ranks listen. No other launch gets it
-    while this process runs.
+    """Return a TCP port that nothing on this machine uses now; not an ephemeral one (ip(7), ip_local_port_range: 32768
+    and above), which a connection may get before the ranks listen. No other launch gets it while this process runs.
     """
     while True:
         holder = socket.socket()
         with contextlib.suppress(OSError):
             holder.bind(("", 20_000 + secrets.randbelow(12_768)))
-            # Such a bind fails there from now on; torch's store, which sets this too, may listen.
+            # From now on such a bind fails on this port; torch's store, which sets the same option, can still listen.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             _reserved.append(holder)
             return holder.getsockname()[1]
@@ -158,20 +160,20 @@ def free_port() -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: node-0 of `node-[0-3,7],login`. A container may lack scontrol."""
+    """Return the first name of a SLURM node list: node-0 of `node-[0-3,7],login`. A container may lack scontrol."""
     return re.sub(r"\[([^],-]+)[^]]*]", r"\1", nodes).split(",")[0]
 
 
 def choose_interface() -> None:
-    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, where ranks run on
-    several nodes and the user has not set them. Never the loopback one, which gloo takes where /etc/hosts has the
-    host's own name at 127.0.1.1, as Debian's installer writes it.
+    """Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to MASTER_ADDR, if ranks run on several
+    nodes and the user has not set them. Never the loopback one, which gloo uses if /etc/hosts has the host's own name
+    at 127.0.1.1 (Debian's installer).
     """
     if world_size() <= ranks_per_node() or all(name in os.environ for name in INTERFACE_VARIABLES):
         return
     interface_of = reachable_addresses()
-    # The way to the address; where that is this machine's name on 127.0.1.1, to anywhere else (192.0.2.1 belongs to
-    # nobody); where there is none, any interface.
+    # The route to the address; if that is this machine's name on 127.0.1.1, to anywhere else (192.0.2.1 belongs to
+    # nobody); without a route, any interface.
     ways = [outgoing_address(os.environ["MASTER_ADDR"]), outgoing_address("192.0.2.1"), *interface_of]
     address = next((each for each in ways if each in interface_of), None)
     if address is not None:
@@ -180,7 +182,7 @@ def choose_interface() -> None:
 
 
 def reachable_addresses() -> dict[str, str]:
-    """Addresses of this machine that others could connect to -> the interface, which is up."""
+    """Return the addresses of this machine that others could connect to -> the interface, which is up."""
     states = psutil.net_if_stats()
     interface_of = {}
     for name, entries in psutil.net_if_addrs().items():
@@ -194,12 +196,12 @@ def reachable_addresses() -> dict[str, str]:
 
 
 def outgoing_address(destination: str) -> str | None:
-    """This machine's address on the way to `destination` (no packet is sent); None without a way there."""
+    """Return this machine's address on the route to `destination` (no packet is sent); None without a route."""
     try:
         targets = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
-    for family, kind, _, _, target in targets:  # a name may have an IPv4 address that this machine has no way to
+    for family, kind, _, _, target in targets:  # this machine may have no route to a name's IPv4 address
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.connect(target)
             return probe.getsockname()[0].partition("%")[0]
@@ -207,12 +209,12 @@ def outgoing_address(destination: str) -> str | None:
 
 
 def address_of(host: str) -> str | None:
-    """The address at which other machines reach `host`; None if it is not known here, as a name that only ssh has."""
+    """Return the address at which other machines reach `host`; None if it is unknown here, such as an alias of ssh."""
     try:
         address = socket.gethostbyname(host)
     except OSError:
         return None
-    # This machine's own name, as Debian's installer writes it.
+    # A loopback address is this machine's own name in Debian's /etc/hosts.
     return outgoing_address("192.0.2.1") if ipaddress.ip_address(address).is_loopback else address
 
 

@@ -1,8 +1,8 @@
 """Every function of a library that dsft replaces, and why. No other module assigns into a library
 (tests/test_layout.py). tests/without_patches.py has the test that fails without each.
 
-None of them depends on the code that it replaces: where a library has mended its fault, the replacement does no harm.
-Imports no library by itself.
+None of them depends on the code that it replaces: if a library has fixed its bug, the replacement does no harm.
+Imports no library itself.
 """
 
 import contextlib
@@ -12,26 +12,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 PATCHES = {
-    # Under ZeRO-3 it gathers the rows of trained tokens on CUDA alone, and ends on CPU ranks (seen in peft 0.21.2).
+    # Under ZeRO-3 it gathers the rows of trained tokens on CUDA only, and fails on CPU ranks (seen in peft 0.21.2).
     "token_rows": "peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
-    # In ZeRO 0 it makes optimizer states in bf16 by a step that decays weights and that Adam counts (DeepSpeed 0.19.8).
+    # In ZeRO 0 it creates bf16 optimizer states by a step that decays weights and that Adam counts (DeepSpeed 0.19.8).
     "first_step_of_zeros": "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.initialize_optimizer_states",
 }
-"""Name of a patch -> what it replaces, `module:Class.method`, below its reason and the newest version that needs it."""
+"""Name of a patch -> the replaced `module:Class.method`, below its reason and the newest version that needs it."""
 
 WITHOUT = "DSFT_WITHOUT_PATCH"
-"""Variable with the name of a patch that is left out, to see what it is needed for (tests/without_patches.py)."""
+"""Variable with the name of a patch to leave out, to show that it is needed (tests/without_patches.py)."""
 
 
 def is_applied(name: str) -> bool:
-    """Whether the patch called `name` is applied in this process."""
+    """Return whether the patch `name` is applied in this process."""
     assert name in PATCHES, name
     return os.environ.get(WITHOUT) != name
 
 
 @contextlib.contextmanager
 def replaced(name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Have a method of a library replaced inside a `with`."""
+    """Replace a method of a library inside a `with`."""
     if not is_applied(name):
         yield
         return

@@ -1,5 +1,5 @@
-"""What code runs here: versions of packages, the commit of dsft and a hash of its files, and whether the operators that
-DeepSpeed compiles can be. Imports no package by itself.
+"""Describes the running code: versions of packages, the commit of dsft and a hash of its files, and whether DeepSpeed's
+operators can be compiled. Imports no package itself.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ TESTED_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "
 PACKAGES = ("dsft", *TESTED_PACKAGES, "safetensors")
 NUMERIC_PACKAGES = (*TESTED_PACKAGES, "tokenizers", "numpy")
 OPTIONAL_PACKAGES = ("bitsandbytes", "flash_attn", "kernels", "liger-kernel", "triton")
-"""They compute where they are installed, and something else computes where they are not."""
+"""If they are installed they compute, else something else does."""
 
 
 NOT_INSTALLED = "not installed"
@@ -40,22 +40,22 @@ def version_of(name: str) -> str:
 
 
 def versions(*others: str) -> dict[str, str]:
-    """Versions of Python and of every package that a run's numbers depend on, and of `others`, if installed."""
+    """Return the versions of Python and every package that a run's results depend on, and of installed `others`."""
     of_packages = {name: version_of(name) for name in (*PACKAGES, *others)}
     installed = {name: version for name, version in of_packages.items() if version != NOT_INSTALLED}
     return {"python": sys.version.split()[0]} | installed
 
 
 def numeric_versions() -> dict[str, str]:
-    """Versions of what changes the numbers or the tokens of a run; of Python without the last digit, which does not."""
+    """Return the versions that can change a run's results or tokens; Python's without its patch number."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"python": python} | {name: version_of(name) for name in (*NUMERIC_PACKAGES, *OPTIONAL_PACKAGES)}
 
 
 def untested_versions(installed: Mapping[str, str]) -> list[str]:
-    """Name each of these packages that is newer than the newest version that dsft was tested with."""
+    """Name the packages that are newer than the newest version that dsft was tested with."""
     untested = []
-    for folder in (PACKAGE, PACKAGE.parent):  # a wheel has the file inside; a copy of the package alone has none
+    for folder in (PACKAGE, PACKAGE.parent):  # a wheel contains the file; a bare copy of the package does not
         file = folder / "constraints.txt"
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         for line in lines:
@@ -67,7 +67,7 @@ def untested_versions(installed: Mapping[str, str]) -> list[str]:
 
 
 def git_commit() -> str | None:
-    """Commit of the dsft checkout, with "+changes" where files differ from it; None outside a checkout."""
+    """Return the commit of the dsft checkout, with "+changes" if files differ from it; None outside a checkout."""
     command = ["git", "-C", PACKAGE.parent, "describe", "--always", "--abbrev=40", "--dirty=+changes"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
@@ -76,7 +76,7 @@ def git_commit() -> str | None:
 
 
 def code_hash() -> str:
-    """Hash the package's Python files and chat templates: two nodes may both say "+changes" and run different code."""
+    """Hash the package's Python files and chat templates: two nodes with "+changes" may run different code."""
     total = hashlib.sha256()
     for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.jinja")]):
         total.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
@@ -84,12 +84,12 @@ def code_hash() -> str:
 
 
 def compiler() -> str:
-    """Return the C++ compiler that torch calls: CXX may also contain flags, or ccache before it."""
+    """Return the C++ compiler that torch calls: CXX may also contain flags, or ccache first."""
     return (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
 
 
 def compile_error() -> str:
-    """Return what DeepSpeed's operators need to be compiled and is not there; empty if all is."""
+    """Return what is missing to compile DeepSpeed's operators; empty if nothing is."""
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     if not shutil.which(compiler()):
         return f"{compiler()} is not there"
@@ -97,13 +97,13 @@ def compile_error() -> str:
 
 
 FUSED = {"adam": "FusedAdam", "adamw": "FusedAdam", "lamb": "FusedLamb", "lion": "FusedLion"}
-"""Type of optimizer in a DeepSpeed JSON -> what DeepSpeed compiles for it on a GPU."""
+"""Type of optimizer in a DeepSpeed JSON -> the operator that DeepSpeed compiles for it on a GPU."""
 ON_CPU = {"lion": "CPULion", "adagrad": "CPUAdagrad"}
-"""The same for an offloaded one; of all others CPUAdam."""
+"""The same for an offloaded one; CPUAdam for all others."""
 
 
 def optimizer_problems(deepspeed_config: Mapping[str, Any], *, has_gpu: bool = False) -> list[str]:
-    """Compile the optimizer, which DeepSpeed would do after the model has loaded; returns why it cannot be."""
+    """Compile the optimizer, which DeepSpeed would do after loading the model; return why it cannot be compiled."""
     optimizer = deepspeed_config.get("optimizer") or {}
     offload = (deepspeed_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     kind = str(optimizer.get("type")).lower()
@@ -119,7 +119,7 @@ def optimizer_problems(deepspeed_config: Mapping[str, Any], *, has_gpu: bool = F
 
     try:
         get_accelerator().create_op_builder(f"{operator}Builder").load(verbose=False)
-    except Exception as error:  # no toolkit, one of another CUDA, no compiler: of many classes
+    except Exception as error:  # no toolkit, another CUDA version, no compiler: many classes
         reason = compile_error() or one_line(error)
         return [
             f"zero: {socket.gethostname()} cannot compile DeepSpeed's {operator} ({reason}): apt-get install g++"
