@@ -10,10 +10,8 @@ Templates are not parsed: neither their {% generation %} markers nor their roles
 import functools
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
-from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -343,12 +341,6 @@ def _find(part: str, text: str, start: int = 0) -> tuple[int, int] | None:
     return None
 
 
-def _count_shared(first: Iterable[str], second: Iterable[str]) -> int:
-    """Returns the length of the common prefix."""
-    pairs = zip(first, second, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 class _Forms:
     """The form of content that a template expects, found by rendering small messages, and its possible end tokens."""
 
@@ -382,7 +374,11 @@ class _Forms:
             self.special.findall(rendering, rendering.rfind("answer"))
             for rendering in (text, longer[: longer.rfind("question")])
         )
-        shared = _count_shared(alone, followed)
+        shared = 0
+        for mark, expected in zip(alone, followed, strict=False):
+            if mark != expected:
+                break
+            shared += 1
         self.num_closing = len(alone) - shared if shared else 0
 
     def take(self, message: Message) -> Message:

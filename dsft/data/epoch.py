@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -112,25 +112,18 @@ def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> 
     """Returns all sequences of `stores`, in order. Text is concatenated and cut into windows of `seq_len` tokens; with
     `keep_documents`, for packing, each text is a separate sequence, cut only if it is longer.
     """
-    parts = []
-    for place, store in enumerate(stores):
-        if store.is_text:
-            ends = store.ends if keep_documents else np.array([len(store.tokens)])
-            starts, ends = cut(ends, seq_len)
-        else:
-            starts = np.r_[0, store.ends][:-1]
-            ends = store.ends
-        parts.append((np.full(len(starts), place, np.int16), starts, ends))
-    return Sequences(stores, *(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
+    def spans() -> Iterator[tuple[int, int, int]]:
+        for place, store in enumerate(stores):
+            ends = map(int, store.ends)
+            if store.is_text and not keep_documents:
+                ends = [len(store.tokens)]
+            for begin, end in pairwise(chain([0], ends)):
+                for start in range(begin, end, seq_len):  # a sample is not longer
+                    yield place, start, min(start + seq_len, end)
 
-def cut(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts documents that end at `ends` into pieces of at most `length` tokens; returns (starts, ends)."""
-    begins = np.r_[0, ends][:-1]
-    pieces = -(-(ends - begins) // length)
-    within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    starts = np.repeat(begins, pieces) + within * length
-    return starts, np.minimum(starts + length, np.repeat(ends, pieces))
+    table = np.fromiter(chain.from_iterable(spans()), np.int64).reshape(-1, 3)
+    return Sequences(stores, *table.T)
 
 
 def describe_counts(counts: dict[str, Any]) -> str:

@@ -61,13 +61,9 @@ Key = tuple[str, str, str]
 TOKEN_COLUMNS = pyarrow.schema({"document": "int64", "position": "int64", "token": "int32", "nats": "float64"})
 
 
-def finite(value: Any) -> Any:
-    """Replace NaN and infinite numbers by None, also inside lists and dictionaries: JSON has neither."""
-    if isinstance(value, dict):
-        return {name: finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def finite(report: Any) -> Any:
+    """Return what JSON can hold of a report: None for NaN and infinite numbers."""
+    return json.loads(json.dumps(report), parse_constant=lambda _: None)
 
 
 def on_data(data: str, protocol: str | None) -> str:
