@@ -404,11 +404,8 @@ class _Store(threading.Thread):
         self.has_met = False
         self.is_closed = False
         self.last_answer = time.monotonic()
-        self._orders: dict[str, str] = {}
-
-    def order(self, key: str, value: str) -> None:
-        """Write a key as soon as the ranks can read it."""
-        self._orders[key] = value
+        self.orders: dict[str, str] = {}
+        """Keys to write as soon as the ranks can read them, and their values."""
 
     def run(self) -> None:
         while not self.is_closed:
@@ -430,8 +427,8 @@ class _Store(threading.Thread):
                 if self.has_met:
                     number += 1
                     store.set(LAUNCHER_BEAT, str(number))
-                    for key in list(self._orders):
-                        store.compare_set(key, "", self._orders.pop(key))
+                    for key in list(self.orders):
+                        store.compare_set(key, "", self.orders.pop(key))
                 self.last_answer = time.monotonic()
                 time.sleep(1)
         except RuntimeError:  # torch's errors: the job has ended
@@ -553,7 +550,7 @@ class _Job:
         if number == signal.SIGUSR1 or (asks and (self.store is None or self.store.has_met)):
             self.is_asked = True
             if self.store:
-                self.store.order(SAVE, "1")
+                self.store.orders[SAVE] = "1"
             else:
                 self.process.send_signal(signal.SIGUSR1)
             if number != signal.SIGUSR1:
@@ -564,7 +561,7 @@ class _Job:
         self.interrupted = number
         if self.store and self.store.has_met:
             cause = Cause(rank=0, host="dsft launch", text=name, exit_code=EXIT_INTERRUPTED, printed_by=-1)
-            self.store.order(CAUSE, cause.to_json())
+            self.store.orders[CAUSE] = cause.to_json()
             self.end_at = time.monotonic() + END_SECONDS
         else:
             self.end_at = 0.0

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dsft.job import guard
 from dsft.units import write_json
@@ -106,7 +106,6 @@ MOVES_FILES = ("loading", "saving")
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")  # in the path of a frame's file
 LONGEST_TRACEBACK = 20_000  # characters, from its end
 PHASE_LIMITS = {
-    "starting": "start_timeout",
     "loading": "load_timeout",
     "compiling": "compile_timeout",
     "training": "step_timeout",
@@ -127,6 +126,36 @@ KILLED = (
 
 
 @dataclass
+class _Progress:
+    """How far this rank is. Its main thread writes it, also without a launcher; its other thread reads it."""
+
+    timeouts: Any = None
+    """Anything with the fields of `config.TimeoutFields`."""
+    phase: str = "starting"
+    step: int = -1
+    last_time: float = field(default_factory=time.monotonic)
+    """When it last came further."""
+    log: Path | None = None
+    """The file that this rank logs to."""
+    run_file: Path | None = None
+    """The run.json in which a failure is recorded."""
+
+    @property
+    def limit(self) -> float:
+        """Seconds without progress."""
+        if self.phase == "starting":
+            return 2 * self.timeouts.start_timeout + IMPORT_SECONDS
+        return getattr(self.timeouts, PHASE_LIMITS[self.phase])
+
+    @property
+    def place(self) -> str:
+        return f"in phase {self.phase}" + (f", step {self.step}" if self.step >= 0 else "")
+
+
+progress = _Progress()
+
+
+@dataclass
 class _Entry:
     """What a rank has last written, and when that was seen to change."""
 
@@ -135,24 +164,17 @@ class _Entry:
 
 
 class _Beat(threading.Thread):
-    """The thread of one rank. The main thread sets the phase and the step; everything else is the thread's."""
+    """The thread of one rank."""
 
-    def __init__(self, timeouts: Any):
+    def __init__(self, lost_timeout: float):
         super().__init__(name="dsft-beat", daemon=True)
-        self.timeouts = timeouts
-        self.lost_timeout: float = timeouts.lost_timeout
+        self.lost_timeout = lost_timeout
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.host = socket.gethostname()
         self.parent = STARTED_BY[1] if STARTED_BY[0] == os.getpid() else os.getppid()
-        self.phase_name = "starting"
-        self.limit = 2 * timeouts.start_timeout + IMPORT_SECONDS
-        self.step = -1
-        self.last_progress = time.monotonic()
         self.moved_bytes = 0
         self.screen = os.dup(2)  # what standard error is before it goes to the log; torch replaces sys.stderr too
-        self.log: Path | None = None
-        self.run_file: Path | None = None
         self.store: Store | None = None
         self.hosts: list[str] = []
         self.beats = 0
@@ -201,7 +223,7 @@ class _Beat(threading.Thread):
         while not self.is_closed.is_set():
             now = time.monotonic()
             if now - last_pass > self.lost_timeout / 2:  # this process was stopped, perhaps with all others
-                self.last_progress = now
+                progress.last_time = now
                 for entry in self.entries.values():
                     entry.changed = now
             last_pass = now
@@ -217,26 +239,26 @@ class _Beat(threading.Thread):
     def _look_at_this_rank(self, now: float) -> None:
         if os.getppid() != self.parent:
             self.fail(f"lost its launcher: process {self.parent} exited")
-        if self.phase_name in MOVES_FILES:
+        if progress.phase in MOVES_FILES:
             moved = _moved_bytes()
             if moved >= self.moved_bytes + PROGRESS_BYTES:
-                self.last_progress = now
+                progress.last_time = now
                 self.moved_bytes = moved
-        is_stalled = now - self.last_progress > self.limit
+        is_stalled = now - progress.last_time > progress.limit
         if is_stalled and self.store is None:
-            self.fail(f"made no progress for {self.limit:.0f} s, {self.place()}", shows_stacks=True)
+            self.fail(f"made no progress for {progress.limit:.0f} s, {progress.place}", shows_stacks=True)
 
     def entry(self) -> str:
         """What the other ranks read of this one; another text each time."""
         self.beats += 1
-        idle = time.monotonic() - self.last_progress
+        idle = time.monotonic() - progress.last_time
         entry = {
             "beat": self.beats,
-            "step": self.step,
-            "place": self.place(),
+            "step": progress.step,
+            "place": progress.place,
             "idle": idle,
-            "limit": self.limit,
-            "waits": idle > self.limit and _waits_for_others(),
+            "limit": progress.limit,
+            "waits": idle > progress.limit and _waits_for_others(),
         }
         return json.dumps(entry)
 
@@ -333,8 +355,8 @@ class _Beat(threading.Thread):
             text = f"rank 0 on {self.hosts[0]} {KILLED}"
             if is_agents:
                 text = f"torchrun's agent at {os.environ['MASTER_ADDR']} exited or was killed"
-            elif self.run_file:
-                record_failure(self.run_file, text, replaces=True)
+            elif progress.run_file:
+                record_failure(progress.run_file, text, replaces=True)
             self._print(f"error: {text}")
         self._exit(1)
 
@@ -369,10 +391,10 @@ class _Beat(threading.Thread):
                 self._print(line)
             if cause.traceback:
                 self._print(cause.traceback.rstrip())
-            if self.log is not None:
-                self._print(f"logs of all ranks, each on its node: {self.log.parent}")
-            if self.run_file:
-                record_failure(self.run_file, "\n".join(lines).replace("error: ", ""), replaces=True)
+            if progress.log is not None:
+                self._print(f"logs of all ranks, each on its node: {progress.log.parent}")
+            if progress.run_file:
+                record_failure(progress.run_file, "\n".join(lines).replace("error: ", ""), replaces=True)
         self._write_log(cause)
         if self.store is not None:
             time.sleep(SPREAD_SECONDS)
@@ -384,8 +406,8 @@ class _Beat(threading.Thread):
 
     def _write_log(self, cause: Cause) -> None:
         """Write the cause and the stacks of all threads into this rank's log."""
-        if self.log is not None:
-            with contextlib.suppress(OSError), self.log.open("a", encoding="utf-8") as file:
+        if progress.log is not None:
+            with contextlib.suppress(OSError), progress.log.open("a", encoding="utf-8") as file:
                 print(f"dsft: ended by: {cause.sentence()}", file=file, flush=True)
                 faulthandler.dump_traceback(file)
 
@@ -394,9 +416,6 @@ class _Beat(threading.Thread):
             with contextlib.suppress(Exception):  # a full disk, a closed terminal
                 stream.flush()
         os._exit(code)
-
-    def place(self) -> str:
-        return f"in phase {self.phase_name}" + (f", step {self.step}" if self.step >= 0 else "")
 
 
 def _moved_bytes() -> int:
@@ -418,16 +437,16 @@ def _waits_for_others() -> bool:
 
 
 _beat: _Beat | None = None
-current_phase = "starting"  # of this rank, also without a launcher
 
 
 def start(timeouts: Any) -> None:
     """Start the thread of this rank, with the limits of `config.TimeoutFields`, and report errors nobody catches."""
-    global _beat
+    global _beat, progress
     if "RANK" not in os.environ or _beat is not None:
         return
     faulthandler.enable()
-    _beat = _Beat(timeouts)
+    progress = _Progress(timeouts)
+    _beat = _Beat(timeouts.lost_timeout)
     _beat.start()
     sys.excepthook = _report_error
 
@@ -462,42 +481,24 @@ def connect() -> None:
 
 def heartbeat(step: int | None = None) -> None:
     """Report that progress was made, of training after step number `step`."""
-    if _beat is not None:
-        _beat.last_progress = time.monotonic()
-        if step is not None:
-            _beat.step = step
-
-
-def set_limits(timeouts: Any) -> None:
-    """Apply these limits from the next phase on: a run that is planned may need longer steps."""
-    if _beat is not None:
-        _beat.timeouts = timeouts
+    progress.last_time = time.monotonic()
+    if step is not None:
+        progress.step = step
 
 
 def set_phase(name: str) -> None:
     """Apply the limit of phase `name` from now on."""
-    global current_phase
-    current_phase = name
-    if _beat is not None:
-        _beat.last_progress = time.monotonic()
-        _beat.phase_name, _beat.limit = name, getattr(_beat.timeouts, PHASE_LIMITS[name])
+    progress.last_time = time.monotonic()
+    progress.phase = name
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Apply the limit of phase `name` inside a `with`, then the earlier one again; after an error it stays."""
-    before = current_phase
+    before = progress.phase
     set_phase(name)
     yield
     set_phase(before)
-
-
-def set_file(kind: Literal["log", "run"], path: Path) -> None:
-    """Name the file that this rank logs to, or the run.json in which a failure is recorded."""
-    if _beat is not None and kind == "log":
-        _beat.log = path.resolve()
-    elif _beat is not None:
-        _beat.run_file = path.resolve()
 
 
 def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
@@ -532,8 +533,8 @@ def _report_error(kind: type[BaseException], error: BaseException, trace: Any) -
     if beat is None or beat.store is None:
         sys.stderr.write(text)
         return
-    if beat.log:
-        with contextlib.suppress(OSError), beat.log.open("a", encoding="utf-8") as file:
+    if progress.log:
+        with contextlib.suppress(OSError), progress.log.open("a", encoding="utf-8") as file:
             file.write(text)
     last_line = text.strip().splitlines()[-1]
     with contextlib.suppress(RuntimeError):

@@ -176,7 +176,7 @@ def log_to_files(output_dir: str, *, append: bool) -> None:
         f"# rank {rank()} on {socket.gethostname()}, process {os.getpid()},"
         f" {datetime.now(UTC).isoformat(timespec='seconds')}\n"
     )
-    watchdog.set_file("log", path)
+    watchdog.progress.log = path.resolve()
     if rank() == 0:
         _watch_screen(file)
         return

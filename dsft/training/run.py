@@ -95,7 +95,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
 def _trained(run: TrainingRun) -> PerplexityTrainer:
     log_to_files(run.output_dir, append=run.checkpoint is not None)
     describe_plan(run)
-    watchdog.set_limits(run.options)
+    watchdog.progress.timeouts = run.options  # a run that is planned may need longer steps
     verifies = run.options.verify_resume
     with recorded(run):
         if verifies:
@@ -238,7 +238,7 @@ def recorded(
 
     is_recorded = distributed.on_rank_0(begin)
     if is_recorded:
-        watchdog.set_file("run", Path(run.output_dir) / RUN)
+        watchdog.progress.run_file = Path(run.output_dir, RUN).resolve()
     try:
         yield
     except BaseException as error:
@@ -272,7 +272,7 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
     def explanation(error: BaseException, memory: Memory) -> str:
         plan = run.plan
         options = run.options
-        phase = watchdog.current_phase
+        phase = watchdog.progress.phase
         peaks = peak_memory_bytes()
         if memory == "GPU":
             place = "GPU"

@@ -25,7 +25,7 @@ def main() -> None:
     watchdog.start(TIMEOUTS)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     watchdog.connect()
-    watchdog.set_file("log", folder / f"rank_{rank}.log")
+    watchdog.progress.log = folder / f"rank_{rank}.log"
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     for step in range(40 if fault in ("none", "paused") else 400):
         dist.barrier()
