@@ -43,8 +43,6 @@ NOT_RUN = {
     ),
     "dsft export model-Q4_K_M.gguf unpacked": "needs such a file: tests/checkpoints/test_export.py",
     "dsft export gpt-oss-120b unpacked": "needs such a model: tests/models/test_quantization.py",
-    "deepspeed --num_gpus 8 dsft/eval_ppl.py --model meta-llama/Llama-3.1-8B --data books.jsonl --seq_len 131072"
-    " --sequence_parallel 8": "needs 8 GPUs: tests/models/test_sequence_parallel.py",
     "deepspeed --num_gpus 8 dsft/train.py --config run.yaml --seq_len 131072 --sequence_parallel 8": (
         "needs 8 GPUs: tests/training/test_long_context.py"
     ),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from dsft.cli.commands import PlanOptions
-from dsft.config.options import HostFields, TrainConfig
+from dsft.config.options import REMOVED_OPTIONS, HostFields, TrainConfig
 from dsft.config.reader import read_config
 from dsft.errors import UserError, raise_if_any, without_second_errors
 from dsft.launch import hosts_of
@@ -31,6 +31,8 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     if len(asked) > 1 and (options.perplexity or options.longest):
         problems.append(f"{' and '.join(asked)}: keep one")
     training = read_config(TrainConfig, argv, problems, also=PlanOptions)
+    if options.perplexity and training.sequence_parallel > 1:
+        problems.append(f"sequence_parallel: {REMOVED_OPTIONS['sequence_parallel']}")
     problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
     named = dataclasses.replace(training, data=[], eval_data=[])  # a plan takes data that is to come
     usual_models = resources.files("dsft.models").joinpath("usual_models.json").read_text(encoding="utf-8")

@@ -268,7 +268,6 @@ def answer_perplexity(options: PlanOptions, run: TrainingRun) -> bool:
         run.machine,
         dtype=run.options.dtype,
         seq_len=run.options.seq_len,
-        sequence_parallel=run.options.sequence_parallel,
         zero=run.options.zero,
     )
     if options.json:

@@ -96,6 +96,7 @@ REMOVED_OPTIONS: dict[str, str] = {
     "shuffle_buffer": "data is tokenised once, on disk, and every epoch takes all of it in another order",
     "data_weights": "name an entry of data several times to train it as often in an epoch",
     "batch_tokens": "use packing, which fills rows of seq_len (dsft eval keeps batch_tokens)",
+    "sequence_parallel": "an evaluation keeps each window on one rank (a training takes it); use zero 3 or 3-offload",
     "tiled_mlp": "use_liger_kernel takes less memory, sequence_parallel spreads long sequences over GPUs",
     "source_column": "list each source as an entry of data; dsft eval takes --group_by COLUMN",
     "suite": "name the data sets with data, such as Salesforce/wikitext:wikitext-2-raw-v1:test",
@@ -538,9 +539,6 @@ class EvalConfig(ModelFields, DataFields, TimeoutFields):
     batch_tokens: int | None = None
     """Tokens (padding included) per forward of one rank; by default 16384 on a GPU and 4096 on a CPU, whose caches are
     small, or one window."""
-    sequence_parallel: int = 1
-    """Ranks that share each window, so that long ones fit: it must divide the number of ranks and the model's heads.
-    batch_tokens is then of all of these ranks together."""
     quantization: list[Literal["none", "nf4", "int8"]] = field(default_factory=lambda: ["none"])
     """Formats of the weights, each with a result of each model: none (as they are on disk), or one that is
     made while they load, nf4 or int8. A model that is quantised

@@ -125,12 +125,6 @@ class ModelSize:
     def num_key_heads(self) -> int:
         return max(1, self.kv_size // self.head_dim)
 
-    def exchanged_widths(self, ranks: int) -> tuple[int, int]:
-        """Returns the widths of one token's queries and keys when `ranks` exchange positions for heads: fewer key heads
-        than ranks are repeated.
-        """
-        return self.num_heads * self.head_dim, self.kv_size * max(1, ranks // self.num_key_heads)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:

@@ -30,7 +30,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dsft.models.chunked_head import distance
-from dsft.models.measure import ModelFacts, ModelSize
+from dsft.models.measure import ModelFacts
 from dsft.models.probes import random_tokens, rope_types, small_model
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
@@ -75,7 +75,7 @@ class Team:
         return torch.cat(shares, dim=2)[:, is_scored_BT].cpu()
 
     @contextlib.contextmanager
-    def attention(self, *models: nn.Module, rows_BT: torch.Tensor | None = None) -> Iterator[None]:
+    def attention(self, model: nn.Module, *, rows_BT: torch.Tensor | None = None) -> Iterator[None]:
         """Exchange positions for heads in every attention of `models`, which are called with `share(batch)`.
 
         Args:
@@ -87,7 +87,10 @@ class Team:
             samples_BT = (rows_BT == 0).cumsum(dim=1)
             mask_B1TT = (samples_BT[:, None, :, None] == samples_BT[:, None, None, :]).tril_()
 
-        def exchanging(function: Callable, module: nn.Module, query, key, value, _mask, **options):
+        name = model.config.get_text_config()._attn_implementation  # as transformers has it
+        function = ALL_ATTENTION_FUNCTIONS[name]
+
+        def exchanging(module: nn.Module, query, key, value, _mask, **options):
             """Computes with query, key and value [B, H, T, D]."""
             ulysses = _ulysses(function, self.group, query.shape[0], query.shape[1], key.shape[1], query.shape[3])
             # If key heads are repeated for the ranks, Ulysses sets this to the number of its share and leaves it so.
@@ -99,13 +102,11 @@ class Team:
                 if groups is not None:
                     module.num_key_value_groups = groups
 
-        names = {model.config.get_text_config()._attn_implementation for model in models}  # keys of transformers' table
-        functions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in names}
-        ALL_ATTENTION_FUNCTIONS.update({name: functools.partial(exchanging, functions[name]) for name in names})
+        ALL_ATTENTION_FUNCTIONS[name] = exchanging
         try:
             yield
         finally:
-            ALL_ATTENTION_FUNCTIONS.update(functions)
+            ALL_ATTENTION_FUNCTIONS[name] = function
 
 
 ALONE = Team()
@@ -161,18 +162,6 @@ MOVING_ROPES = ("longrope", "dynamic")
 """transformers chooses their angles by the largest position of a rank, which differs between ranks."""
 
 
-def refused_ranks(size: int, world: int, model: ModelSize | None = None) -> str:
-    """Return why `size` of `world` ranks cannot share a row, or the heads of a model; empty if they can."""
-    if size > 1 and world % size:  # sizes below 1 are reported with the options
-        return f"must divide the number of ranks, which is {world}"
-    if model is None:
-        return ""
-    key_heads = model.num_key_heads
-    if model.num_heads % size or (key_heads % size and size % key_heads):  # key heads may also be repeated
-        return f"its {model.num_heads} heads and {key_heads} key heads cannot be shared by {size} ranks"
-    return ""
-
-
 def refused_model(facts: ModelFacts, *, size: int, world: int, seq_len: int, attention: str, model: str) -> str:
     """Return why rows of `model` cannot be split over `size` ranks, by its config; empty if they can.
     `attention`: from the planner (`attention_of`), for rows without a mask.
@@ -180,6 +169,7 @@ def refused_model(facts: ModelFacts, *, size: int, world: int, seq_len: int, att
     text = facts.config.get_text_config()
     implementation = facts.attn_implementation
     positions = facts.size.max_positions
+    key_heads = facts.size.num_key_heads
     why = ""
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(WHOLE_ATTENTION))
     moving = [kind for kind in MOVING_ROPES if kind in rope_types(text)]
@@ -189,8 +179,10 @@ def refused_model(facts: ModelFacts, *, size: int, world: int, seq_len: int, att
         why = f"its rotary angles ({moving[0]}) depend on the longest position that a rank sees; {WAY_OUT}"
     elif implementation != "sdpa" and "flash" not in implementation:
         why = f"attn_implementation {implementation} is not supported; use sdpa or flash_attention_2"
-    elif heads := refused_ranks(size, world, facts.size):
-        why = heads
+    elif world % size:
+        why = f"it must divide the number of ranks, which is {world}"
+    elif facts.size.num_heads % size or (key_heads % size and size % key_heads):  # key heads may also be repeated
+        why = f"its {facts.size.num_heads} heads and {key_heads} key heads cannot be shared by {size} ranks"
     elif attention != "flash":
         why = (
             f"a sliding window of {text.sliding_window:,} tokens needs a mask with sdpa, which Ulysses drops; use"

@@ -32,14 +32,12 @@ from dsft.models.build import Candidate, build_model, check_weights, resolve_dty
 from dsft.models.measure import ModelSize, check_sharding
 from dsft.models.model_folder import with_bases
 from dsft.models.package import PACKAGES
-from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
 from dsft.models.tokenizer import check_ids
 from dsft.models.weight_files import model_identity
 from dsft.perplexity.documents import build_windows, group_documents
 from dsft.perplexity.modes import WINDOW_OPTIONS, Windows, protocol_config
 from dsft.perplexity.results import Evaluation, Perplexity, Recorder, Results, on_data
 from dsft.perplexity.scoring import evaluate_windows
-from dsft.planner.activations import attention_of
 from dsft.planner.choose import evaluation_section, plan_evaluation, tokens_at_once
 from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
@@ -49,7 +47,7 @@ from dsft.runtime.software import versions
 TOKENS = "tokens.parquet"  # folder in output_dir
 SHOWN_TOKENS = 32  # of a document, in comparisons
 OTHER_OPTIONS = (
-    *("dtype", "quantization", "batch_tokens", "attn_implementation", "sequence_parallel"),
+    *("dtype", "quantization", "batch_tokens", "attn_implementation"),
     *("max_documents", "group_by", "save_tokens", "reference", "verify"),
 )
 """Options that decide how a result is computed and what of it is stored."""
@@ -85,18 +83,6 @@ def evaluate_models(
     """
     others = [reference] if reference else []
     scored = {each.config.model: each for each in [*candidates, *others]}
-    if config.sequence_parallel > 1:
-        refusals = []
-        for model, each in scored.items():
-            seq_len = _window_length(each)
-            named = {"size": config.sequence_parallel, "model": model}
-            attention = attention_of(each.facts, seq_len=seq_len, masked=False)
-            refusal = refused_model(
-                each.facts, world=distributed.world_size(), seq_len=seq_len, attention=attention, **named
-            ) or failed_trial(each.facts, trust_remote_code=config.trust_remote_code, **named)
-            if refusal:
-                refusals.append(refusal)
-        distributed.raise_together(refusals)
     # The last check: it downloads weights from the hub.
     distributed.raise_together(
         [line for each in scored.values() for line in check_weights(each.config, each.facts, local=False)]
@@ -162,14 +148,13 @@ def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
         dtype=dtype,
         seq_len=_window_length(candidate),
         batch_tokens=candidate.config.batch_tokens,
-        sequence_parallel=candidate.config.sequence_parallel,
     )
     if plan.fits:
         return plan.zero
     fits = f" The longest window that fits has {plan.longest_window:,} tokens." if plan.longest_window else ""
     raise UserError(
         f"zero=auto for {candidate.name}: {plan.reason}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
-        " seq_len, sequence_parallel, or set zero yourself"
+        " seq_len, or set zero yourself"
     )
 
 
@@ -256,7 +241,6 @@ def _evaluate_job(
             batch_tokens=job.about["options"]["batch_tokens"],
             reference=models[1] if len(models) > 1 else None,
             recorder=recorder,
-            team=team_of(config.sequence_parallel),
             progress=progress and distributed.rank() == 0,
             **options,
         )

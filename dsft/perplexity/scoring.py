@@ -134,7 +134,7 @@ def evaluate_windows(
     def scored(batch_BT: dict[str, torch.Tensor]) -> torch.Tensor:
         if team.size == 1:
             return score(scorers, batch_BT)
-        with team.attention(*models):
+        with team.attention(model):
             columns_KN = score(scorers, team.share(batch_BT))
         return team.gather(columns_KN, batch_BT["targets"])
 

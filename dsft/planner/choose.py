@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file
-from dsft.errors import UserError
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE
 from dsft.models.measure import ModelFacts, ModelSize
-from dsft.models.sequence_parallel import refused_ranks
 from dsft.planner.activations import LIGER_MODELS, attention_of
 from dsft.planner.memory import (
     OPTIMIZERS,
@@ -494,7 +492,6 @@ def plan_evaluation(
     dtype: str,
     seq_len: int,
     batch_tokens: int | None = None,
-    sequence_parallel: int = 1,
     zero: str = "auto",
 ) -> EvaluationPlan:
     """Choose how a model is placed for scoring, in `dsft eval` and `dsft plan --perplexity`.
@@ -502,14 +499,8 @@ def plan_evaluation(
     Args:
         seq_len: of the longest window.
         batch_tokens: of all the ranks that share a batch; None for the default.
-        sequence_parallel: ranks that share the tokens of a batch.
         zero: "auto" for all ways, else the one that is asked for.
-
-    Raises:
-        UserError: so many ranks cannot share a window.
     """
-    if refusal := refused_ranks(sequence_parallel, machine.world_size, facts.size):
-        raise UserError(f"sequence_parallel={sequence_parallel}: {refusal}")
     job = Job(
         size=dataclasses.replace(facts.size, num_trainable=0, trainable_numels=()),  # nothing is trained
         model_config=facts.config,
@@ -517,7 +508,6 @@ def plan_evaluation(
         dtype=dtype,
         seq_len=seq_len,
         attention=attention_of(facts, seq_len=seq_len, masked=False),
-        sequence_parallel=sequence_parallel,
     )
     if zero != "auto":
         names = [zero]
@@ -547,13 +537,11 @@ def plan_evaluation(
     )
 
 
-def _plan_scoring(zero: str, batch_tokens: int, job: Job, machine: Machine) -> EvaluationPlan:
+def _plan_scoring(zero: str, tokens: int, job: Job, machine: Machine) -> EvaluationPlan:
     section = {"zero_optimization": evaluation_section(zero, machine.ranks_per_node)}
     layout = ZeroLayout(job, section, machine, accumulation=1)
     size = job.size
     item = job.weight_bytes
-    ranks = job.sequence_parallel
-    tokens = -(-batch_tokens // ranks)
     # The backbone without gradients, or after it the hidden states twice and one tile of logits in fp32.
     backbone = tokens * max(4 * item * (size.hidden_size + size.ffn_size), 0.6 * max(job.activations.layers))
     device = "cuda" if machine.has_gpu else "cpu"
@@ -564,10 +552,5 @@ def _plan_scoring(zero: str, batch_tokens: int, job: Job, machine: Machine) -> E
         Term("backbone, or hidden states and logits", int(max(backbone, head)), "the larger of both", "compute"),
         *host_terms(layout),
     ]
-    if ranks > 1:
-        # Exchanged queries, keys and values, and two more copies of queries in transit (ulysses_sp.py).
-        queries, keys = size.exchanged_widths(ranks)
-        exchanged = tokens * (3 * queries + 2 * keys) * item
-        terms.append(Term("positions exchanged for heads", exchanged, "tokens x width", "compute"))
     terms += outside_terms(layout, terms)
-    return EvaluationPlan(zero=zero, batch_tokens=batch_tokens, **add_up(terms, machine, stage=layout.stage))
+    return EvaluationPlan(zero=zero, batch_tokens=tokens, **add_up(terms, machine, stage=layout.stage))

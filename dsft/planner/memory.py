@@ -353,8 +353,8 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
         terms.append(Term("inputs of layers", pinned, "ranks x layers x tokens x bytes, pinned", "compute", "host"))
     if batch.sequence_parallel > 1:
         # Ulysses keeps the result before and after the exchange, and repeated keys and values.
-        queries, keys = size.exchanged_widths(batch.sequence_parallel)
-        width = queries + 2 * (keys - size.kv_size)
+        keys = size.kv_size * max(1, batch.sequence_parallel // size.num_key_heads)
+        width = size.num_heads * size.head_dim + 2 * (keys - size.kv_size)
         exchanging = len(layers) - computed_again + (computed_again > 0)
         exchanged = exchanging * tokens * width * item
         terms.append(Term("positions exchanged for heads", exchanged, "layers x tokens x width", "compute"))

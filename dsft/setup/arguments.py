@@ -39,7 +39,6 @@ from dsft.models.adapters import learning_rates
 from dsft.models.chunked_head import LEAST_VOCAB
 from dsft.models.measure import ModelFacts, ModelSize
 from dsft.models.probes import trains_in_tiles
-from dsft.models.sequence_parallel import refused_ranks
 from dsft.planner.choose import DEFAULT_BATCH_TOKENS, Plan
 from dsft.planner.memory import adapts_head, optimizer_memory, sums_in_fp32
 from dsft.runtime.disk import free_bytes
@@ -81,7 +80,7 @@ def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], l
     """Derives the batch from `global_batch_size`, or reports which sizes would divide."""
     total = options.global_batch_size
     shared_by = options.sequence_parallel
-    if not total or refused_ranks(shared_by, world):  # a problem of its own
+    if not total or shared_by < 1 or world % shared_by:  # a problem of its own
         return [], []
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     given = {name: options.training[name] for name in names if options.training.get(name)}

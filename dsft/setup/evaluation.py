@@ -25,7 +25,6 @@ from dsft.models.model_folder import (
 )
 from dsft.models.package import FORMATS, format_problems
 from dsft.models.probes import architecture_problems
-from dsft.models.sequence_parallel import refused_ranks
 from dsft.models.tokenizer import check_tokenizer
 from dsft.runtime import distributed
 from dsft.runtime.console import say
@@ -47,8 +46,6 @@ def check_evaluation(
     unset_hf_deepspeed_config()  # of a training earlier in this process: models are measured on the meta device
     if config.output_dir:
         check_writable(config.output_dir, problems)
-    if refusal := refused_ranks(config.sequence_parallel, distributed.world_size()):
-        problems.append(f"sequence_parallel={config.sequence_parallel}: {refusal}")
     if config.zero not in ("auto", "0"):
         zero_file = read_sound_file(config.zero, problems)
         if zero_file and stage(zero_file) != 3:

@@ -1,69 +1,50 @@
 """Windows that are spread over ranks give the nats of one rank, and what cannot be spread is refused."""
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
+import torch
 import transformers
+from conftest import grid
 from ranks import on_ranks
-from tiny import write_model
+from tiny import windows_of_sequences, write_model
+from transformers import AutoModelForCausalLM
 
-from dsft.api import evaluate_all
-from dsft.config.options import EvalConfig, TrainConfig
+from dsft.config.options import TrainConfig
+from dsft.data.epoch import sequence
 from dsft.models.measure import measure_model
 from dsft.models.probes import RowRules
-from dsft.models.sequence_parallel import failed_trial, refused_model, refused_ranks
+from dsft.models.sequence_parallel import failed_trial, refused_model, team_of
+from dsft.perplexity.scoring import evaluate_windows
 from dsft.planner.activations import attention_of
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Folders of models whose key heads are fewer than their heads."""
-    folder = tmp_path_factory.mktemp("spread")
-    return {name: str(write_model(folder / name, name)) for name in ("llama", "qwen3")}
+def _document_nats(folder: str, sizes: tuple[int, ...]) -> list[list[float]]:
+    """Of a model's windows, whatever number of ranks shares each."""
+    chance = random.Random(0)
+    rows = [np.array(chance.choices(range(5, 128), k=length)) for length in (50, 31, 8, 2, 49, 17)]
+    windows = windows_of_sequences([sequence(row, row > 0) for row in rows])
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    options = {"pad_token_id": 0, "batch_tokens": 120, "device": torch.device("cpu"), "collective_forward": False}
+    results = [evaluate_windows(model, windows, team=team_of(size), **options) for size in sizes]
+    return [result.document_nats.tolist() for result in results]
 
 
-def options_for(tiny, model: str, **changes) -> dict:
-    base = {"model": [model], "data": [str(tiny / "held_out.jsonl")], "seq_len": 50, "batch_tokens": 120, "zero": "0"}
-    return base | {"max_documents": 12} | changes
-
-
-def _results(many: list[dict]) -> list:
-    results = []
-    for options in many:
-        result = next(evaluate_all(EvalConfig(**options))).perplexity
-        results.append((result.nats, result.tokens, result.document_nats.tolist()))
-    return results
-
-
-def assert_agree(results: list, expected: list) -> None:
-    for (nats, tokens, documents), (wanted, wanted_tokens, wanted_documents) in zip(results, expected, strict=True):
-        assert (nats, tokens) == (pytest.approx(wanted, rel=1e-6), wanted_tokens)
-        np.testing.assert_allclose(documents, wanted_documents, rtol=1e-6, atol=1e-5)
-
-
-def test_two_ranks_share_each_window_also_of_a_sharded_model(tiny, models):
-    cases = [options_for(tiny, models["llama"]), options_for(tiny, models["qwen3"], zero="3", mode="rolling")]
-    expected = _results([case | {"zero": "0"} for case in cases])
-    first, second = on_ranks(2, _results, [case | {"sequence_parallel": 2} for case in cases])
-    assert first == second
-    assert_agree(first, expected)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("zero", ["0", "3"])
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
-def test_four_ranks_share_windows_by_two_and_by_four(tiny, models, model, zero):
-    cases = [options_for(tiny, models[model], zero=zero, mode=mode) for mode in ("windows", "rolling")]
-    expected = _results([case | {"zero": "0"} for case in cases])
-    by_two, by_four = ([case | {"sequence_parallel": size} for case in cases] for size in (2, 4))
-    (both, *others) = on_ranks(4, _results, by_two + by_four)
-    assert others == [both] * 3
-    assert_agree(both[:2], expected)
-    assert_agree(both[2:], expected)  # each key head on two ranks
-    assert on_ranks(2, _results, by_two) == [both[:2]] * 2  # the same bits with one team as with two
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("world", grid([2, 4], [2]))
+def test_ranks_that_share_windows_have_the_nats_of_one(tmp_path, architecture, world):
+    """With 4, two teams of 2 take turns, and each key head is on two ranks of a team of 4."""
+    folder = str(write_model(tmp_path / "model", architecture))
+    (expected,) = _document_nats(folder, (1,))
+    sizes = tuple(size for size in (1, 2, 4) if size <= world)
+    first, *others = on_ranks(world, _document_nats, folder, sizes)
+    assert all(other == first for other in others)
+    for nats in first:
+        np.testing.assert_allclose(nats, expected, rtol=1e-6, atol=1e-5)
 
 
 REFUSED = {
@@ -125,26 +106,7 @@ def test_what_the_engine_cannot_spread_is_refused_before_weights_load(tmp_path):
     assert {name: said[0][name] for name in TAKEN} == dict.fromkeys(TAKEN, "")
 
 
-def test_ranks_that_cannot_form_teams_are_told_which_numbers_can():
-    assert refused_ranks(1, 3) == refused_ranks(4, 8) == ""
-    assert "divide the number of ranks, which is 6" in refused_ranks(4, 6)
-    assert refused_ranks(2, 1)
-
-
 def test_rows_are_padded_so_that_ranks_share_them_evenly():
     rules = RowRules(limits=(20,), multiple=3)
     assert [rules.width(length) for length in (1, 8, 9, 17, 20, 21)] == [9, 9, 18, 18, 21, 24]
     assert dataclasses.replace(rules, alone=True).width(7) == 9 and RowRules().width(9) == 16
-
-
-def _divergence(options: dict) -> list[float]:
-    divergence = next(evaluate_all(EvalConfig(**options))).divergence
-    return [divergence.kl, divergence.reverse_kl, divergence.same_top, divergence.reference_perplexity]
-
-
-@pytest.mark.exhaustive
-def test_a_reference_shares_the_windows_too(tiny, models):
-    options = options_for(tiny, models["llama"], reference=models["qwen3"])
-    expected = _divergence(options)
-    for divergence in on_ranks(2, _divergence, options | {"sequence_parallel": 2}):
-        assert divergence == pytest.approx(expected, abs=1e-6)
