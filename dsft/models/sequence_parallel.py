@@ -76,7 +76,7 @@ class Team:
 
     @contextlib.contextmanager
     def attention(self, model: nn.Module, *, rows_BT: torch.Tensor | None = None) -> Iterator[None]:
-        """Exchange positions for heads in every attention of `models`, which are called with `share(batch)`.
+        """Exchange positions for heads in every attention of `model`, which is called with `share(batch)`.
 
         Args:
             rows_BT: position ids of full rows that restart with each sample, which keeps samples apart. Flash attention
