@@ -1,11 +1,11 @@
-"""`dsft launch`: examines the nodes, writes the options of the job into one file, starts its ranks on this machine or
-on the hosts of a file, and starts them again after a failure. Other launchers start a job by commands of their own
-(scripts/, docs/multinode.md).
+"""`dsft launch`: checks the nodes, writes the options of the job to one file, starts its ranks on this machine or on
+the hosts of a file, and restarts them after a failure. Other launchers start a job with their own commands (scripts/,
+docs/multinode.md).
 
     dsft launch [--hostfile HOSTS] [options] train|eval [options of the run]
 
-One rank is a process of this one, several are DeepSpeed's launcher's. This process is a client of their store, where it
-reads how the job ended, since DeepSpeed's exit code is 0 if its child is killed, and where it asks the ranks to save.
+A single rank is a child of this process, several are DeepSpeed's launcher's. This process is a client of their store:
+it reads the end of the job there, since DeepSpeed's exit code is 0 if its child is killed, and asks ranks to save.
 """
 
 import contextlib
@@ -78,10 +78,10 @@ from dsft.units import plural
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
 DEEPSPEED = "deepspeed.launcher.runner"
 SSH_OPTIONS = "-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
-"""No prompt that nobody sees, and an end within a minute if a link is cut; ssh alone would wait for hours."""
+"""No prompts, and an exit within a minute if a link is cut; by default ssh would wait for hours."""
 SESSION_ENDED = re.compile(rb"pdsh@[^:]*: (\S+): ssh exited with exit code (\d+)")
-PLAIN_PATH = re.compile(r"[\w@+=:,./-]+")  # a path that a shell leaves as it is without quotes
-END_SECONDS = 4.0  # for the launcher to exit by itself after a failure or a signal; then it is killed
+PLAIN_PATH = re.compile(r"[\w@+=:,./-]+")  # a path that needs no quotes in a shell
+END_SECONDS = 4.0  # for the launcher to exit itself after a failure or a signal; then it is killed
 KILL_SECONDS = 5.0
 LAST_WORDS_SECONDS = 5.0  # for the store to name the cause after the launcher has exited
 SEND_SECONDS = 30.0
@@ -91,14 +91,14 @@ FORWARDED = re.compile(
     r"OMP|MKL|DS|DSFT|DEEPSPEED|WANDB|MLFLOW|TRACKIO)_\w+|XDG_CACHE_HOME|LD_LIBRARY_PATH|CUDA_HOME"
 )
 SECRET = re.compile(r"TOKEN(?!IZERS)|(?<!IB_P)KEY|SECRET|PASSW|CREDENTIAL")  # NCCL_IB_PKEY numbers a partition
-"""In the name of a variable that is never forwarded: every user of a node can read another's command lines."""
+"""In names of variables that are never forwarded: every user of a node can read others' command lines."""
 PASSWORD_IN_URL = re.compile(r"//[^/@\s]*:[^/@\s]+@")
 
 
 def hosts_of(options: HostFields) -> dict[str, int]:
-    """The hosts on which `deepspeed --hostfile` with these options starts ranks, that of rank 0 first -> their ranks;
-    none without a host file. Raises UserError: a missing or malformed file, a filter for a host or slot that is not
-    there, exclusive options.
+    """Return the hosts on which `deepspeed --hostfile` with these options starts ranks, that of rank 0 first -> their
+    number of ranks; empty without a host file. Raises UserError for a missing or malformed file, a filter for an
+    unknown host or slot, or exclusive options.
     """
     hostfile = options.hostfile
     if not hostfile:
@@ -109,7 +109,7 @@ def hosts_of(options: HostFields) -> dict[str, int]:
         raise UserError(f"--hostfile {hostfile}: no such file; write one line per node, `worker-1 slots=8`")
     if (options.include or options.exclude) and options.num_gpus:
         raise UserError("--num_gpus cannot be combined with --include or --exclude; keep one kind")
-    from deepspeed.launcher import runner  # here: seconds
+    from deepspeed.launcher import runner  # takes seconds
 
     runner.logger.disabled = True  # it would print the file before the message below
     try:
@@ -126,8 +126,8 @@ def hosts_of(options: HostFields) -> dict[str, int]:
 
 
 def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
-    """(options, "train" or "eval", words of the run) from `[options] train|eval [words]`; options may also be among the
-    words. The first words of an evaluation are its models. Raises UserError.
+    """Parse `[options] train|eval [words]` to (options, "train" or "eval", words of the run); options may also be among
+    the words. The first words of an evaluation are its models. Raises UserError.
     """
     problems: list[str] = []
     values, words = read_options(LaunchOptions, argv, problems)
@@ -140,7 +140,7 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
         names = ", ".join(f"--{name}" for name in known)
         problems.append(f"dsft launch: expected train or eval, got {word}; the options before them are {names}")
     for name, value in vars(options).items():
-        if value == "":  # "$HOSTS" of a variable that is not set: not this machine instead
+        if value == "":  # "$HOSTS" with an unset variable must not mean this machine
             problems.append(f"--{name}: needs a value")
     raise_if_any(problems)
     name, *words = words
@@ -150,8 +150,8 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
 
 
 def launch(argv: list[str]) -> int:
-    """Start the job of `[options] train|eval [words]`, again after a failure up to `max_restarts` times; returns the
-    exit code. Raises UserError: an option is wrong, or the preflight found an error.
+    """Start the job of `[options] train|eval [words]`, restart it after failures up to `max_restarts` times, and return
+    the exit code. Raises UserError if an option is wrong or the preflight found an error.
     """
     options, name, words = read_launch(argv)
     if not options.hostfile and launcher_variables(os.environ):
@@ -164,16 +164,16 @@ def launch(argv: list[str]) -> int:
     else:
         config = read_evaluation(words, problems, also=LaunchOptions)
         output_dir = config.output_dir
-    if not options.hostfile and not options.dry_run:  # files of a run on other nodes may be there alone
+    if not options.hostfile and not options.dry_run:  # files may exist on other nodes only
         problems += without_second_errors(check_named_files(config), problems)
     raise_if_any(problems)
 
     hosts = hosts_of(options)
     nodes = list(hosts)
     num_ranks = sum(hosts.values()) or _local_ranks(options)
-    if nodes:  # else DeepSpeed takes the first word that a shell there prints, a greeting of ~/.bashrc too
+    if nodes:  # or DeepSpeed uses the first word that a shell there prints, such as a greeting of ~/.bashrc
         options.master_addr = options.master_addr or address_of(nodes[0])
-    options.master_port = options.master_port or free_port()  # chosen here: the preflight looks at the one that is used
+    options.master_port = options.master_port or free_port()  # chosen here, so that the preflight checks the same one
     folder = Path(output_dir) if output_dir else Path(tempfile.gettempdir(), f"dsft-{uuid.uuid4().hex[:8]}")
     file = folder.absolute() / OPTIONS_FILE
     command = _command(options, nodes, num_ranks, name, file)
@@ -187,22 +187,22 @@ def launch(argv: list[str]) -> int:
     if not nodes:
         require_seen_gpus()
         if not has_gpu():
-            os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed warns that there is no GPU
-    # What needs torch, a tokenizer or headers of weights; one rank alone finds it by itself, as early.
+            os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed warns that there is no GPU
+    # Checks that need torch, a tokenizer or headers of weights; a single rank does them itself, as early.
     if not nodes and num_ranks > 1 and (code := _check_as_rank_0(name, words, num_ranks)):
         return code
     for note in config.notes:
         show_text(f"dsft: note: {note}")
     checkpoint = config.value("resume_from_checkpoint")
     if name == "train" and checkpoint is None:
-        os.environ[LAUNCH] = uuid.uuid4().hex  # a restart resumes this job's run alone
+        os.environ[LAUNCH] = uuid.uuid4().hex  # a restart resumes only this job's run
     before = file.read_bytes() if file.is_file() else None
     try:
         for attempt in range(options.max_restarts + 1):
-            # One that began from a named checkpoint does so again while it has none of its own.
+            # A job that began from a named checkpoint does so again until it has its own.
             has_own = checkpoint in (None, "auto") or checkpoints(output_dir)
             if attempt and name == "train" and has_own:
-                values["resume_from_checkpoint"] = "auto"  # an evaluation resumes by itself
+                values["resume_from_checkpoint"] = "auto"  # evaluations always resume
             is_examined = (nodes or not attempt) and not options.no_preflight
             if is_examined and not _examine(options, output_dir):
                 raise UserError(
@@ -236,7 +236,7 @@ def launch(argv: list[str]) -> int:
 
 
 def _local_ranks(options: LaunchOptions) -> int:
-    """Ranks on this machine: the user's number, or one for each GPU that CUDA_VISIBLE_DEVICES leaves."""
+    """Return the number of ranks on this machine: the user's, or one for each GPU of CUDA_VISIBLE_DEVICES."""
     available = default_ranks()
     if has_gpu() and (options.num_gpus or 0) > available:
         raise UserError(f"--num_gpus {options.num_gpus}: this machine has {plural(available, 'GPU')}; lower it")
@@ -244,13 +244,13 @@ def _local_ranks(options: LaunchOptions) -> int:
 
 
 def _command(options: LaunchOptions, nodes: list[str], num_ranks: int, name: str, file: Path) -> list[str]:
-    """The words that start all ranks with the options in `file`. Raises UserError: pdsh is missing, or a path cannot
-    go through it.
+    """Return the command that starts all ranks with the options in `file`. Raises UserError if pdsh is missing, or a
+    path cannot be passed through it.
     """
     words = ["--config", str(file)]
-    if not nodes and num_ranks == 1:  # DeepSpeed's launcher would take as much CPU time as the rank's own start
+    if not nodes and num_ranks == 1:  # DeepSpeed's launcher would need as much CPU time as the rank's own start
         return [sys.executable, "-u", "-m", MODULES[name], *words]
-    # As critical, DeepSpeed does not repeat the command of each rank that failed; the ranks report their errors.
+    # "critical" hides the command of each failed rank, which DeepSpeed repeats; the ranks report their errors.
     flags: dict[str, Any] = {"master_port": options.master_port, "log_level": "critical"}
     flags["bind_cores_to_rank"] = options.bind_cores_to_rank
     if nodes:
@@ -269,9 +269,9 @@ def _command(options: LaunchOptions, nodes: list[str], num_ranks: int, name: str
         )
         for key in ("hostfile", "include", "exclude", "num_gpus", "master_addr"):
             flags[key] = getattr(options, key)
-        flags["force_multi"] = len(nodes) == 1  # else DeepSpeed starts the ranks of one node here
+        flags["force_multi"] = len(nodes) == 1  # or DeepSpeed starts the ranks of one node here
     elif visible := has_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        # DeepSpeed takes the first GPUs of the machine if it is given --num_gpus.
+        # With --num_gpus DeepSpeed uses the first GPUs of the machine.
         flags["include"] = "localhost:" + ",".join(visible.split(",")[:num_ranks])
     else:
         flags["num_gpus"] = num_ranks
@@ -279,7 +279,7 @@ def _command(options: LaunchOptions, nodes: list[str], num_ranks: int, name: str
 
 
 def flag_words(flags: Mapping[str, object]) -> list[str]:
-    """The words of a command line; True is a flag without a value, None and False are flags that are not given."""
+    """Return the words of a command line; True is a flag without a value, None and False leave a flag out."""
     words = []
     for flag, value in flags.items():
         if value is True:
@@ -290,10 +290,10 @@ def flag_words(flags: Mapping[str, object]) -> list[str]:
 
 
 def _values(name: str, words: list[str], config: TrainConfig | EvalConfig) -> dict[str, Any]:
-    """The options of the job by name, as its ranks read them."""
+    """Return the options of the job by name, in the form that its ranks read."""
     if name == "train":
         values = own_names(read_values(words, []), training_types(), [])
-    else:  # a training's file means something else beside the flags of an evaluation
+    else:  # a training's file would have another meaning without the flags
         defaults = EvalConfig()
         names = field_types(EvalConfig)
         values = {key: getattr(config, key) for key in names if getattr(config, key) != getattr(defaults, key)}
@@ -305,7 +305,7 @@ def _values(name: str, words: list[str], config: TrainConfig | EvalConfig) -> di
 
 
 def _finished_step(file: Path, values: dict[str, Any]) -> int | None:
-    """The last step of a training that is done and had the same options, which are in `file`; None if there is none."""
+    """Return the last step of a finished training with the same options, which are in `file`; None if there is none."""
     is_whole = file.is_file() and (file.parent / FINAL).is_dir()
     if values.get("overwrite") or not is_whole:
         return None
@@ -317,7 +317,7 @@ def _finished_step(file: Path, values: dict[str, Any]) -> int | None:
 
 
 def _write_options(file: Path, values: dict[str, Any], nodes: list[str]) -> None:
-    """Write the options into the job's folder, here and on every node, which need not share it."""
+    """Write the options to the job's folder, here and on every node, since nodes may not share it."""
     text = yaml.safe_dump(values, allow_unicode=True, sort_keys=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     _write_private(file, text)
@@ -325,7 +325,7 @@ def _write_options(file: Path, values: dict[str, Any], nodes: list[str]) -> None
 
 
 def _run_on(nodes: list[str], script: str, text: str = "") -> None:
-    """Run a shell script, which reads `text`, on every node. What is wrong with a node is said by the start."""
+    """Run a shell script, which reads `text`, on every node. Errors of a node are reported by the start."""
 
     def run(node: str) -> None:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -336,14 +336,14 @@ def _run_on(nodes: list[str], script: str, text: str = "") -> None:
 
 
 def _write_private(file: Path, text: str) -> None:
-    """Write a file that nobody else may read: it may contain a token."""
+    """Write a file that only its owner can read: it may contain a token."""
     file.touch(mode=0o600)
     file.write_text(text, encoding="utf-8")
 
 
 def _check_as_rank_0(name: str, words: list[str], num_ranks: int) -> int:
-    """Let the entry of the ranks check what needs no other rank, in a process whose memory, on a GPU too, is free again
-    when ranks start; returns its exit code.
+    """Run the ranks' entry for the checks that need no other rank, in a process whose memory, also on a GPU, is freed
+    before ranks start; return its exit code.
     """
     show_text("dsft: checking options, data and models before ranks start")
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks)}
@@ -360,7 +360,7 @@ def _check_as_rank_0(name: str, words: list[str], num_ranks: int) -> int:
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the nodes get beside those that DeepSpeed hands on by itself; none with a secret."""
+    """Return the variables that the nodes get in addition to DeepSpeed's own, without secrets."""
     variables = {}
     for name, value in environment.items():
         is_secret = SECRET.search(name) or PASSWORD_IN_URL.search(value)
@@ -371,8 +371,8 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that `dsft doctor --hostfile` sets on the other nodes, between double quotes: those that
-    `dsft launch` hands on, and the user's own lines of `.deepspeed_env`, in the order in which DeepSpeed reads them.
+    """Return the variables that `dsft doctor --hostfile` sets on the other nodes, between double quotes: those that
+    `dsft launch` forwards, and the lines of the user's `.deepspeed_env`, in the order in which DeepSpeed reads them.
     """
     variables = {}
     for name, value in forwarded(environment).items():
@@ -386,7 +386,7 @@ def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _examine(options: LaunchOptions, output_dir: str | None) -> bool:
-    """Run `dsft doctor --quick` on the nodes; returns whether it found no error."""
+    """Run `dsft doctor --quick` on the nodes; return whether it found no error."""
     flags = {field.name: getattr(options, field.name) for field in dataclasses.fields(HostFields)}
     flags |= {"quick": True, "only_findings": True, "output_dir": output_dir}
     command = [sys.executable, "-m", "dsft.cli.doctor", *flag_words(flags)]
@@ -394,7 +394,7 @@ def _examine(options: LaunchOptions, output_dir: str | None) -> bool:
 
 
 class _Store(threading.Thread):
-    """Follows the job in the store of its ranks, once they have made it."""
+    """Follows the job in the store of its ranks, after they have created it."""
 
     def __init__(self, address: str, port: int):
         super().__init__(daemon=True)
@@ -412,8 +412,8 @@ class _Store(threading.Thread):
             with contextlib.suppress(OSError), socket.create_connection((self.address, self.port), timeout=5):
                 break
             time.sleep(1)
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the end of the store is the end of the job, and no news
-        from torch.distributed import PrefixStore, TCPStore  # here: seconds
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the store ends with the job, which is not an error
+        from torch.distributed import PrefixStore, TCPStore  # takes seconds
 
         number = 0
         try:
@@ -431,7 +431,7 @@ class _Store(threading.Thread):
                         store.compare_set(key, "", self.orders.pop(key))
                 self.last_answer = time.monotonic()
                 time.sleep(1)
-        except RuntimeError:  # torch's errors: the job has ended
+        except RuntimeError:  # from torch: the job has ended
             return
 
 
@@ -442,20 +442,20 @@ class _Job:
     command: list[str]
     nodes: list[str]
     store: _Store | None
-    """None: the only rank is a process of this one."""
+    """None if the only rank is a child of this process."""
     env_file: Path
     saves: bool
     lost_timeout: float
     interrupted: int = 0
-    """The signal that ended it; 0: none."""
+    """The signal that ended it; 0 if none did."""
     failure: str = ""
     end_at: float | None = None
     is_asked: bool = False
     process: subprocess.Popen | None = None
 
     def run(self) -> int:
-        """Returns the exit code. SIGUSR1, a first SIGTERM and a first Ctrl-C ask the ranks to save and exit; SIGHUP and
-        a second one of them end the ranks on all nodes.
+        """Run the job and return the exit code. SIGUSR1, a first SIGTERM and a first Ctrl-C ask the ranks to save and
+        exit; SIGHUP and a second one of them end the ranks on all nodes.
         """
         environment = dict(os.environ)
         if self.store is None:
@@ -463,7 +463,7 @@ class _Job:
         if self.nodes:
             variables = remote_environment(os.environ)
             lines = [f"{name}={value}\n" for name, value in variables.items()]
-            _write_private(self.env_file, "".join(lines).replace("%", "%%"))  # pdsh writes the host for %h
+            _write_private(self.env_file, "".join(lines).replace("%", "%%"))  # pdsh replaces %h by the host
             environment["DS_ENV_FILE"] = str(self.env_file)
             append = environment.get("PDSH_SSH_ARGS_APPEND", "")
             environment["PDSH_SSH_ARGS_APPEND"] = f"{append} {SSH_OPTIONS}".strip()
@@ -482,7 +482,7 @@ class _Job:
             self.store.start()
         handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if signal.getsignal(number) != signal.SIG_IGN:  # of nohup
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 handlers[number] = signal.signal(number, self._signalled)
         try:
             while process.poll() is None:
@@ -499,7 +499,7 @@ class _Job:
                 signal.signal(number, handler)
             if self.store:
                 self.store.is_closed = True
-            with contextlib.suppress(OSError):  # a disk that is read-only by now
+            with contextlib.suppress(OSError):  # the disk may have become read-only
                 self.env_file.unlink()
         return self._exit_code()
 
@@ -514,12 +514,12 @@ class _Job:
             return 1
         if 0 <= code <= 128:
             return code
-        # 247 of DeepSpeed's launcher for a child that was killed, 255 of pdsh
+        # 247 from DeepSpeed's launcher for a killed child, 255 from pdsh.
         show_text("dsft: error: a rank was killed, or crashed in native code", file=sys.stderr)
         return 128 - code if code < 0 else 1
 
     def _show_errors(self) -> None:
-        """Pass on what pdsh prints. A host whose ssh ends before the ranks have met ends the start."""
+        """Print pdsh's output. If the ssh of a host ends before the ranks have met, the start has failed."""
         for line in self.process.stderr or ():
             show_text(line.decode(errors="replace").rstrip(), file=sys.stderr)
             match = SESSION_ENDED.match(line)
@@ -527,11 +527,11 @@ class _Job:
                 host = match[1].decode()
                 code = int(match[2])
                 self.failure = f"{host}: ssh exited with code {code} before its ranks had met the others"
-                if code != EXIT_USER_ERROR:  # which has said what is wrong
+                if code != EXIT_USER_ERROR:  # its message is already printed
                     show_text(f"dsft: error: {self.failure}", file=sys.stderr)
 
     def _follow(self) -> None:
-        """End a job that has failed, and whose launcher does not exit."""
+        """End a failed job whose launcher does not exit."""
         store = self.store
         now = time.monotonic()
         if store and store.has_met and store.is_alive() and not self.failure:
@@ -567,13 +567,13 @@ class _Job:
             self.end_at = 0.0
 
     def _kill(self) -> None:
-        """Kill the launcher and what it left here, such as an ssh to a node that does not answer."""
+        """Kill the launcher and its remaining processes here, such as an ssh to a node that does not answer."""
         process = self.process
-        sessions = []  # of ssh, which pdsh takes out of its group
+        sessions = []  # of ssh, which pdsh moves out of its process group
         with contextlib.suppress(psutil.Error):
             sessions = psutil.Process(process.pid).children(recursive=True) if self.nodes else []
         if process.poll() is None and not self.nodes:
-            # On SIGTERM, DeepSpeed's runner of several nodes ends there whatever has the name of the script.
+            # Not for several nodes: on SIGTERM, DeepSpeed's runner kills everything there with the script's name.
             _signal_group(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_SECONDS)
@@ -584,8 +584,8 @@ class _Job:
         process.wait()
 
     def _kill_remote_ranks(self) -> None:
-        """Kill ranks that notice no end of ssh: those that still wait for the others would wait for start_timeout, and
-        one that is stopped for lost_timeout.
+        """Kill ranks that do not notice the end of ssh: those that still wait for the others would wait for
+        start_timeout, and a stopped one for lost_timeout.
         """
         pattern = f"dsft.* --config {re.escape(str(self.env_file.with_name(OPTIONS_FILE)))}"
         _run_on(self.nodes, f"pkill -KILL -f -- '{pattern}'")

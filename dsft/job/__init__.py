@@ -1,1 +1,1 @@
-"""Starts a job on one machine or on the hosts of a file, and ends it on all of them when any part of it fails."""
+"""Starts a job on one machine or on the hosts of a file, and ends it everywhere when any part fails."""

@@ -1,8 +1,8 @@
 """Ends a job on all nodes when one of its ranks fails, hangs or is lost, and names that rank.
 
-Each rank has one thread. Once a second it writes the rank's entry into torch's TCPStore and reads there whether the job
-has failed. Rank 0 compares the ages of all entries by its own clock, the others that of rank 0. A thread of a stopped
-process does nothing, and one that waits for a store behind a cut link neither: the rank's guard (guard.py) kills it.
+Each rank has one thread. Once a second it writes the rank's entry to torch's TCPStore and checks there whether the job
+has failed. Rank 0 checks the ages of all entries by its own clock, the others that of rank 0. The thread of a stopped
+process, or one that waits for a store behind a cut link, cannot act: the rank's guard (guard.py) kills the process.
 
     watchdog.start(options)                 before the process group, if a launcher started this process
     watchdog.connect()                      after it, on every rank
@@ -44,7 +44,7 @@ CONSEQUENCES = re.compile(
     r"DistBackendError|DistNetworkError|DistStoreError|gloo|remote process exited|unhandled system error",
     re.IGNORECASE,
 )
-"""In the last line of a traceback: how a rank notices that another one has exited."""
+"""In the last line of a traceback: errors of a rank whose peer has exited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +54,19 @@ class Cause:
     rank: int
     host: str
     text: str
-    """One sentence, without the name of the rank."""
+    """One sentence, without the rank."""
     exit_code: int = 1
     printed_by: int = 0
     """The rank that prints it."""
     lines: list[str] = field(default_factory=list)
-    """What a rank that exits with an error of dsft's own has to say; printed instead of the sentence."""
+    """Messages of a rank that exits with one of dsft's own errors; printed instead of the sentence."""
     traceback: str = ""
 
     def sentence(self) -> str:
         return f"rank {self.rank} on {self.host} {self.text}"
 
     def named_lines(self) -> list[str]:
-        """The lines with the name of the rank, which rank 0 prints for another: it has not found the same error."""
+        """Return the lines with the rank's name, for rank 0 to print: it has not found the same error itself."""
         if self.rank == 0:
             return self.lines
         return [line.replace("error: ", f"error: rank {self.rank} on {self.host}: ", 1) for line in self.lines]
@@ -80,14 +80,14 @@ class Cause:
 
 
 def is_consequence(error: str) -> bool:
-    """Whether another rank's exit may well have caused this error, of which the last line counts."""
+    """Return whether another rank's exit probably caused this error, by its last line."""
     lines = error.strip().splitlines()
     return bool(lines and CONSEQUENCES.search(lines[-1]))
 
 
 def record_failure(file: Path, error: str, *, replaces: bool = False) -> None:
-    """Write into run.json that the run there has failed; one that has ended otherwise stays as it is, and so does one
-    that is not there, as on a node whose disk is not rank 0's. A cause `replaces` an earlier failure as well.
+    """Record in run.json that its run has failed, unless the run has ended otherwise or the file is missing, as on a
+    node without rank 0's disk. A cause also `replaces` an earlier failure.
     """
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -96,12 +96,12 @@ def record_failure(file: Path, error: str, *, replaces: bool = False) -> None:
 
 
 BEAT_SECONDS = 1.0
-IMPORT_SECONDS = 60.0  # beside the rendezvous, which has a limit and a message of its own
+IMPORT_SECONDS = 60.0  # beside the rendezvous, which has its own limit and message
 STORE_SECONDS = 20.0  # for an answer of the store
 COLLECT_SECONDS = 3.0  # from the first stalled rank to the choice among all
-LEAVE_SECONDS = 3.0  # for a rank to exit by itself with the same error as another
+LEAVE_SECONDS = 3.0  # for a rank to exit itself with the same error as another
 SPREAD_SECONDS = 2.5  # for all ranks to read the cause, and one to print it, before the first exit
-PROGRESS_BYTES = 1 << 20  # read or written: so much is progress of a phase in MOVES_FILES
+PROGRESS_BYTES = 1 << 20  # read or written: this much counts as progress in the phases of MOVES_FILES
 MOVES_FILES = ("loading", "saving")
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")  # in the path of a frame's file
 LONGEST_TRACEBACK = 20_000  # characters, from its end
@@ -113,12 +113,12 @@ PHASE_LIMITS = {
     "saving": "save_timeout",
 }
 """Phase of a rank -> the option that limits it (`config.TimeoutFields`), in seconds without progress."""
-# keys of the store that `dsft launch` writes
+# Keys of the store that `dsft launch` writes.
 LAUNCHER_BEAT = "launcher"
 SAVE = "save"
 CAUSE = "cause"
 CONSEQUENCE = "consequence"
-STARTED_BY = os.getpid(), os.getppid()  # the launcher, or the shell of one; a forked rank has another
+STARTED_BY = os.getpid(), os.getppid()  # the launcher, or its shell; a forked rank has another parent
 BYE = b"bye"
 KILLED = (
     "exited without an error of its own: it was killed from outside (out of memory, kill -9) or crashed in native code"
@@ -127,14 +127,14 @@ KILLED = (
 
 @dataclass
 class _Progress:
-    """How far this rank is. Its main thread writes it, also without a launcher; its other thread reads it."""
+    """Progress of this rank. The main thread writes it, also without a launcher; the thread of `_Beat` reads it."""
 
     timeouts: Any = None
-    """Anything with the fields of `config.TimeoutFields`."""
+    """An object with the fields of `config.TimeoutFields`."""
     phase: str = "starting"
     step: int = -1
     last_time: float = field(default_factory=time.monotonic)
-    """When it last came further."""
+    """Of the last progress."""
     log: Path | None = None
     """The file that this rank logs to."""
     run_file: Path | None = None
@@ -157,7 +157,7 @@ progress = _Progress()
 
 @dataclass
 class _Entry:
-    """What a rank has last written, and when that was seen to change."""
+    """A rank's last entry, and when it was seen to change."""
 
     text: bytes
     changed: float
@@ -174,7 +174,7 @@ class _Beat(threading.Thread):
         self.host = socket.gethostname()
         self.parent = STARTED_BY[1] if STARTED_BY[0] == os.getpid() else os.getppid()
         self.moved_bytes = 0
-        self.screen = os.dup(2)  # what standard error is before it goes to the log; torch replaces sys.stderr too
+        self.screen = os.dup(2)  # standard error before it is redirected to the log; torch also replaces sys.stderr
         self.store: Store | None = None
         self.hosts: list[str] = []
         self.beats = 0
@@ -185,7 +185,7 @@ class _Beat(threading.Thread):
         self.consequence_since: float | None = None
         self.has_asked_to_save = False
         self.is_closed = threading.Event()
-        self.is_leaving = False  # the main thread prints an error of its own and exits
+        self.is_leaving = False  # whether the main thread prints its own error and exits
         self.guard = self._start_guard() if self.world_size > 1 else None
 
     def _start_guard(self) -> subprocess.Popen:
@@ -193,7 +193,7 @@ class _Beat(threading.Thread):
         seconds = f"for {self.lost_timeout:.0f} s"
         stopped = ""
         lost = ""
-        if self.rank == 0:  # which reports all others
+        if self.rank == 0:  # reports all others
             stopped = lost = f"{name} was stopped (SIGSTOP), or hung in native code, {seconds}"
         elif os.environ.get("LOCAL_RANK", "0") == "0":
             address = os.environ.get("MASTER_ADDR", "")
@@ -222,7 +222,7 @@ class _Beat(threading.Thread):
         last_pass = time.monotonic()
         while not self.is_closed.is_set():
             now = time.monotonic()
-            if now - last_pass > self.lost_timeout / 2:  # this process was stopped, perhaps with all others
+            if now - last_pass > self.lost_timeout / 2:  # this process was stopped, perhaps with all the others
                 progress.last_time = now
                 for entry in self.entries.values():
                     entry.changed = now
@@ -231,7 +231,7 @@ class _Beat(threading.Thread):
                 self._look_at_this_rank(now)
                 if self.store is not None:
                     self._look_at_job(now)
-            except RuntimeError:  # torch's errors of the store
+            except RuntimeError:  # from torch's store
                 self._lose_store()
             self.tell_guard(b".")
             self._wait_for_siblings()
@@ -249,7 +249,7 @@ class _Beat(threading.Thread):
             self.fail(f"made no progress for {progress.limit:.0f} s, {progress.place}", shows_stacks=True)
 
     def entry(self) -> str:
-        """What the other ranks read of this one; another text each time."""
+        """Return this rank's state for the others; the text differs each time."""
         self.beats += 1
         idle = time.monotonic() - progress.last_time
         entry = {
@@ -267,7 +267,7 @@ class _Beat(threading.Thread):
         if self.store.check([CAUSE]):
             self._end(Cause.from_json(self.store.get(CAUSE)))
         if self.store.check([CONSEQUENCE]):
-            # What caused it may still show: an entry that does not change any more.
+            # Its cause may still show: an entry that no longer changes.
             self.consequence_since = self.consequence_since or now
             if now - self.consequence_since > self.lost_timeout + COLLECT_SECONDS:
                 self._end(Cause.from_json(self.store.get(CONSEQUENCE)))
@@ -277,7 +277,7 @@ class _Beat(threading.Thread):
         self._look_at_entries(now)
 
     def _look_at_entries(self, now: float) -> None:
-        """Rank 0 reads all entries and that of `dsft launch`, every other rank that of rank 0."""
+        """Check the ages of entries: rank 0 those of all ranks and `dsft launch`, every other rank that of rank 0."""
         keys = ["rank 0"]
         if self.rank == 0:
             keys += [f"rank {rank}" for rank in range(1, self.world_size)]
@@ -300,7 +300,7 @@ class _Beat(threading.Thread):
             self._look_for_stall(now)
 
     def _is_cut_off(self, now: float) -> bool:
-        """Whether the ranks of all other nodes, of at least two, are silent."""
+        """Return whether the ranks of all other nodes, at least two, are silent."""
         hosts = set()
         heard = set()
         for rank, host in enumerate(self.hosts):
@@ -312,7 +312,7 @@ class _Beat(threading.Thread):
         return len(hosts) > 1 and not heard
 
     def _look_for_stall(self, now: float) -> None:
-        """All ranks wait for one that hangs, and reach their limits together: the one that came least far is named."""
+        """Find the rank with least progress: all ranks wait for one that hangs, and reach their limits together."""
         states = {}
         for rank in range(self.world_size):
             entry = self.entries[f"rank {rank}"]
@@ -336,7 +336,7 @@ class _Beat(threading.Thread):
         self.fail(f"made no progress for {idle:.0f} s, {state['place']}", rank=rank, shows_stacks=True)
 
     def _wait_for_siblings(self) -> None:
-        """The pause between two passes; it ends when another rank of this node exits."""
+        """Pause between two passes, until another rank of this node exits."""
         for pidfd, _ in self.siblings.poll(BEAT_SECONDS * 1000):
             self.siblings.unregister(pidfd)
             rank = self.rank_of_sibling[pidfd]
@@ -347,11 +347,11 @@ class _Beat(threading.Thread):
                 self._lose_store()
 
     def _lose_store(self) -> None:
-        """The process that holds the store has exited without a word: rank 0, or the agent of torchrun."""
+        """Report that the process with the store has exited without a message: rank 0, or torchrun's agent."""
         if self.is_leaving:
             return
         is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if os.environ.get("LOCAL_RANK", "0") == "0" or (self.rank == 1 and not is_agents):  # one of each node
+        if os.environ.get("LOCAL_RANK", "0") == "0" or (self.rank == 1 and not is_agents):  # one rank per node
             text = f"rank 0 on {self.hosts[0]} {KILLED}"
             if is_agents:
                 text = f"torchrun's agent at {os.environ['MASTER_ADDR']} exited or was killed"
@@ -363,11 +363,11 @@ class _Beat(threading.Thread):
     def fail(
         self, text: str, *, rank: int | None = None, shows_stacks: bool = False, is_later: bool = False, **details: Any
     ) -> None:
-        """Pass on that a rank has failed, this one by default. The first cause counts; one that `is_later` than what
-        caused it counts if no cause is found.
+        """Report to all ranks that a rank has failed, by default this one. The first cause counts; a consequence
+        (`is_later`) counts if no cause is found.
         """
         rank = self.rank if rank is None else rank
-        # Rank 0 prints, whose screen is looked at; for a rank 0 that cannot, the one that noticed.
+        # Rank 0 prints, since users watch its screen; if rank 0 failed, the rank that noticed prints.
         printed_by = self.rank if rank == 0 else 0
         host = self.hosts[rank] if self.hosts else self.host
         if shows_stacks:
@@ -382,7 +382,7 @@ class _Beat(threading.Thread):
         if self.is_leaving:
             return
         if cause.lines and threading.main_thread().is_alive():
-            self.is_closed.wait(LEAVE_SECONDS)  # this rank may have found the same error
+            self.is_closed.wait(LEAVE_SECONDS)  # the main thread may have found the same error
             if self.is_leaving:
                 return
         if self.store is None or cause.printed_by == self.rank:
@@ -405,7 +405,7 @@ class _Beat(threading.Thread):
             os.write(self.screen, f"dsft: {line}\n".encode())
 
     def _write_log(self, cause: Cause) -> None:
-        """Write the cause and the stacks of all threads into this rank's log."""
+        """Write the cause and the stacks of all threads to this rank's log."""
         if progress.log is not None:
             with contextlib.suppress(OSError), progress.log.open("a", encoding="utf-8") as file:
                 print(f"dsft: ended by: {cause.sentence()}", file=file, flush=True)
@@ -419,7 +419,7 @@ class _Beat(threading.Thread):
 
 
 def _moved_bytes() -> int:
-    """Bytes that this process has read and written so far."""
+    """Return the bytes that this process has read and written so far."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/io").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines[:2])
@@ -427,7 +427,7 @@ def _moved_bytes() -> int:
 
 
 def _waits_for_others() -> bool:
-    """Whether the main thread is inside a collective."""
+    """Return whether the main thread is inside a collective."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame is not None:
         if any(folder in frame.f_code.co_filename for folder in COLLECTIVES):
@@ -440,7 +440,7 @@ _beat: _Beat | None = None
 
 
 def start(timeouts: Any) -> None:
-    """Start the thread of this rank, with the limits of `config.TimeoutFields`, and report errors nobody catches."""
+    """Start the thread of this rank, with the limits of `config.TimeoutFields`, and report uncaught errors."""
     global _beat, progress
     if "RANK" not in os.environ or _beat is not None:
         return
@@ -452,7 +452,7 @@ def start(timeouts: Any) -> None:
 
 
 def connect() -> None:
-    """Let this rank's thread meet those of the others. The phase is "loading". Collective."""
+    """Connect this rank's thread with those of the others, and begin the phase "loading". Collective."""
     if _beat is None:
         return
     if _beat.world_size > 1:
@@ -460,7 +460,7 @@ def connect() -> None:
 
         address = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
-        # A client of its own: the process group's may wait, and lets nobody else in meanwhile.
+        # A separate client: the process group's may wait, and blocks other threads meanwhile.
         client = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
         store = dist.PrefixStore(f"dsft/beat/{restart}", client)
@@ -480,7 +480,7 @@ def connect() -> None:
 
 
 def heartbeat(step: int | None = None) -> None:
-    """Report that progress was made, of training after step number `step`."""
+    """Report progress; of training, after step number `step`."""
     progress.last_time = time.monotonic()
     if step is not None:
         progress.step = step
@@ -494,7 +494,7 @@ def set_phase(name: str) -> None:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Apply the limit of phase `name` inside a `with`, then the earlier one again; after an error it stays."""
+    """Apply the limit of phase `name` inside a `with`, then the earlier one again; not after an error."""
     before = progress.phase
     set_phase(name)
     yield
@@ -517,7 +517,7 @@ def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
             if exit_code:
                 beat.fail("exited", exit_code=exit_code, lines=lines or [])
             beat.store.set(f"rank {beat.rank}", BYE)
-            if beat.rank == 0:  # which may hold the store: the others read first how the job has ended
+            if beat.rank == 0:  # its process may contain the store, in which the others must read the end first
                 until = time.monotonic() + SPREAD_SECONDS
                 keys = [f"rank {rank}" for rank in range(beat.world_size)]
                 while time.monotonic() < until and any(text != BYE for text in beat.store.multi_get(keys)):
@@ -542,4 +542,4 @@ def _report_error(kind: type[BaseException], error: BaseException, trace: Any) -
             beat.fail(f"failed: {last_line}", is_later=True)
         else:
             beat.fail(f"failed: {last_line}", traceback=text[-LONGEST_TRACEBACK:])
-    beat.join(beat.lost_timeout + 2 * COLLECT_SECONDS)  # the thread ends this process
+    beat.join(beat.lost_timeout + 2 * COLLECT_SECONDS)  # the thread exits this process
