@@ -1,4 +1,4 @@
-"""Findings of an examination: each node by itself, and the nodes compared. Pure: facts in, findings out."""
+"""Findings of an examination: for each node, and for the differences between nodes. Pure: facts in, findings out."""
 
 import os
 import statistics
@@ -10,13 +10,13 @@ from typing import Any, Literal
 from dsft.units import GiB, MiB
 
 SHARED_BYTES_PER_RANK = 256 * MiB
-"""Of /dev/shm. DeepSpeed's CPU collectives take 66 MiB a rank, NCCL 10 MiB for a pair of GPUs."""
+"""Of /dev/shm. DeepSpeed's CPU collectives need 66 MiB per rank, NCCL 10 MiB per pair of GPUs."""
 FREE_DISK_BYTES = GiB
 CLOCK_SECONDS = 2.0
 SLOW = 0.7
-"""A rank that multiplies matrices at less than this share of the median rate is a straggler."""
+"""A rank whose matrix products run at less than this share of the median rate is a straggler."""
 BUSY_SHARE = 0.05
-"""Of a GPU's memory, in use by others."""
+"""Of a GPU's memory, in use by other programs."""
 ERRORS = {
     "no-answer": "ssh -v {node} true; it needs a key without a password, and {folder} and Python as they are here",
     "versions": "install the same versions on all nodes: pip install -c constraints.txt -e .",
@@ -31,7 +31,7 @@ ERRORS = {
     "interface": "correct the variable, or unset it",
     "wrong-sum": "test that GPU and its links",
 }
-"""Code of a finding that stops a launch -> what to do about it."""
+"""Code of a finding that stops a launch -> its fix."""
 WARNINGS = {
     "gpu-errors": "reset or replace the GPU",
     "gpu-busy": "nvidia-smi lists them",
@@ -43,16 +43,16 @@ WARNINGS = {
     "slow-rank": "look for other processes, heat, or a power limit there",
 }
 CODES = {"dsft code": "code", "GPU driver": "driver-versions", "GPU type": "driver-versions"}
-"""Of what differs between nodes; everything else is `versions`."""
+"""Differing fact -> code of its finding; all others have `versions`."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, where, and what to do."""
+    """A problem, its place and its fix."""
 
     code: str
     where: str
-    """Name of a node, or of several."""
+    """Name of the node or nodes."""
     message: str
     fix: str
     severity: Literal["error", "warning"]
@@ -66,7 +66,7 @@ def finding(code: str, where: str, message: str) -> Finding:
 
 
 def check_node(node: str, facts: dict[str, Any]) -> Iterator[Finding]:
-    """Yields what is wrong with a node by itself."""
+    """Yields the findings of a single node."""
     slots = facts["slots"]
     gpus = facts["gpus"]
     if facts["gpu_error"]:
@@ -101,11 +101,11 @@ def check_node(node: str, facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def check_between(facts: dict[str, dict[str, Any]], clock_offsets: dict[str, float]) -> Iterator[Finding]:
-    """Yields how nodes differ.
+    """Yields the differences between nodes.
 
     Args:
         facts: by node.
-        clock_offsets: by node, seconds that its clock is ahead of this machine's.
+        clock_offsets: by node, seconds by which its clock is ahead of this machine's.
     """
     if not facts:  # no node has answered
         return
@@ -125,11 +125,11 @@ def check_between(facts: dict[str, dict[str, Any]], clock_offsets: dict[str, flo
 
 
 def check_measured(measured: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Yields what the measurements of all ranks show.
+    """Yields the findings of all ranks' measurements.
 
     Args:
-        measured: of each rank: rank, host, whether its sum was wrong, whether it sees the output folder, flops of a
-            matrix product (0: not measured).
+        measured: for each rank: rank, host, whether its sum was wrong, whether it sees the output folder, flops of a
+            matrix product (0 if not measured).
     """
     hosts = []
     for each in measured:

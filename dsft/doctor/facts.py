@@ -1,4 +1,4 @@
-"""What one node is, as a plain dictionary: host, versions, GPUs, memory, disks, clock. Imports no torch."""
+"""Facts of one node as a plain dictionary: host, versions, GPUs, memory, disks, clock. Does not import torch."""
 
 import contextlib
 import os
@@ -25,8 +25,8 @@ def node_facts(
     """Returns the facts of this node, in about a second.
 
     Args:
-        slots: ranks that start here; None: one for each GPU, or one on a node without.
-        output_dir: the run's folder, whose disk is examined; empty: none.
+        slots: ranks that start here; None for one per GPU, or one on a node without GPUs.
+        output_dir: the run's folder, whose disk is checked; empty for none.
         port: the port that rank 0 will listen on, if it starts here.
         quick: without compiling a program.
     """
@@ -66,7 +66,7 @@ def node_facts(
 
 
 def read_gpus() -> tuple[list[dict[str, Any]], str]:
-    """Returns (every GPU as nvidia-smi lists it, its error or an empty text)."""
+    """Returns (all GPUs in nvidia-smi's list, its error or an empty text)."""
     if not shutil.which("nvidia-smi"):
         return [], ""
     command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
@@ -98,7 +98,7 @@ def parse_gpus(text: str) -> list[dict[str, Any]]:
 
 
 def _number(text: str) -> int:
-    """Of nvidia-smi; 0 for [N/A]."""
+    """Parses a number of nvidia-smi; 0 for [N/A]."""
     return int(text) if text.isdigit() else 0
 
 

@@ -1,7 +1,7 @@
 """The examination: facts of every node, then sums and rates between all ranks.
 
-Without a launcher, each node reports its facts, here or through ssh (`python -m dsft.doctor.run facts`). Where nothing
-is wrong, each starts its ranks (`ranks`), which join a process group as a training does and measure. Both print their
+Without a launcher, each node reports its facts, here or through ssh (`python -m dsft.doctor.run facts`). If nothing is
+wrong, each starts its ranks (`ranks`), which join a process group like a training's and measure. Both print their
 answers as lines of JSON.
 Under a launcher (srun, mpirun, torchrun, deepspeed, accelerate) each rank examines its node and measures.
 """
@@ -32,7 +32,7 @@ from dsft.runtime.hardware import has_gpu
 from dsft.runtime.launcher_env import LOOPBACK, SSH, free_port
 
 MARK = "dsft-doctor:"
-"""Before each line of JSON: shells that log in may print lines too."""
+"""Before each line of JSON: login shells may print lines too."""
 FACTS_SECONDS = 30.0
 JOIN_SECONDS = 60
 MEASURE_SECONDS = 120.0
@@ -42,12 +42,12 @@ MATRIX = 2048
 
 @dataclass(kw_only=True)
 class Report:
-    """What an examination found."""
+    """The result of an examination."""
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By node, of the nodes that answered."""
+    """By node, for the nodes that answered."""
     measured: list[dict[str, Any]] = field(default_factory=list)
-    """Of each rank; empty if nothing was measured."""
+    """For each rank; empty if nothing was measured."""
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -60,7 +60,7 @@ class Report:
         return {"ok": not self.has_errors} | asdict(self)
 
     def check(self, clock_offsets: dict[str, float]) -> None:
-        """Adds what the facts and measurements show."""
+        """Adds the findings of facts and measurements."""
         for name, facts in self.facts.items():
             self.findings += check_node(name, facts)
         self.findings += check_between(self.facts, clock_offsets)
@@ -79,12 +79,12 @@ def examine(
     """Examines nodes from here.
 
     Args:
-        nodes: all nodes of the job, that of rank 0 first -> its ranks; None: one for each GPU, else one.
-        variables: environment of the processes that ssh starts; None: the only node is this machine.
-        output_dir: the run's folder; empty: none.
-        port: that rank 0 will listen on; None: a free one.
-        master: address of rank 0; empty: the first address of the first node.
-        quick: without compiling, and without measuring.
+        nodes: all nodes of the job, that of rank 0 first -> their ranks; None for one per GPU, else one.
+        variables: environment of the processes that ssh starts; None if the only node is this machine.
+        output_dir: the run's folder; empty for none.
+        port: that rank 0 will listen on; None for a free one.
+        master: address of rank 0; empty for the first address of the first node.
+        quick: without compiling and measuring.
     """
     start = time.monotonic()
     report = Report()
@@ -131,7 +131,7 @@ def examine(
 def _ask_all(
     command: str, questions: dict[str, dict[str, Any]], variables: dict[str, str] | None, seconds: float
 ) -> dict[str, list[dict[str, Any]] | Finding]:
-    """Asks all nodes at the same time; returns the answers in the order of the questions."""
+    """Asks all nodes at once; returns the answers in the order of the questions."""
 
     def ask(name: str) -> list[dict[str, Any]] | Finding:
         words = [sys.executable, "-m", "dsft.doctor.run", command, json.dumps(questions[name])]
@@ -145,7 +145,7 @@ def _ask_all(
 
 
 def answers_of(name: str, words: list[str], seconds: float) -> list[dict[str, Any]] | Finding:
-    """Returns what a node's command prints, its clock as seconds ahead of this machine's, or why that is nothing."""
+    """Returns the printed answers of a node, with `clock` as seconds ahead of this machine's, or a finding."""
     process = subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,
@@ -159,7 +159,7 @@ def answers_of(name: str, words: list[str], seconds: float) -> list[dict[str, An
         try:
             output, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # ranks of this machine, too
+            os.killpg(process.pid, signal.SIGKILL)  # including ranks on this machine
             return finding("no-answer", name, f"no answer within {seconds:.0f} s")
     lines = [line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)]
     if lines:
@@ -169,14 +169,14 @@ def answers_of(name: str, words: list[str], seconds: float) -> list[dict[str, An
                 answer["clock"] -= time.time()
         return answers
     lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
-    return finding("no-answer", name, lines[-1][:300])  # of ssh, the shell there, or Python
+    return finding("no-answer", name, lines[-1][:300])  # from ssh, the shell there, or Python
 
 
 # ---- on a node
 
 
 def start_ranks(question: dict[str, Any]) -> None:
-    """Starts this node's ranks, which print what they measured, and waits for them."""
+    """Starts this node's ranks, which print their measurements, and waits for them."""
     ranks = []
     for local in range(question["ranks"]):
         variables = os.environ | question["environment"]
@@ -194,8 +194,8 @@ def measure_rank(*, output_dir: str, quick: bool) -> dict[str, Any]:
     """Joins the process group of RANK and WORLD_SIZE, and measures with the other ranks.
 
     Returns:
-        rank, host, whether it sees a file that rank 0 makes in the output folder, whether the sum of an all-reduce was
-        wrong, its bytes per second, flops of a matrix product.
+        rank, host, whether it sees a file that rank 0 creates in the output folder, whether the sum of an all-reduce
+        was wrong, its bytes per second, flops of a matrix product.
     """
     import torch
     import torch.distributed as dist
@@ -216,7 +216,7 @@ def measure_rank(*, output_dir: str, quick: bool) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
 
         def make_probe() -> str | None:
-            with contextlib.suppress(OSError):  # the facts say why
+            with contextlib.suppress(OSError):  # the facts contain the reason
                 folder = existing_parent(Path(output_dir))
                 return stack.enter_context(tempfile.NamedTemporaryFile(prefix=PROBE, dir=folder)).name
             return None
@@ -244,7 +244,7 @@ def examine_launched(*, output_dir: str, quick: bool) -> Report:
     """Examines the nodes of this launch; collective over all ranks. Every rank returns the report.
 
     Raises:
-        RuntimeError: a rank did not join in time; torch's error names how many did.
+        RuntimeError: a rank did not join in time; torch's error says how many did.
     """
     start = time.monotonic()
     measured = measure_rank(output_dir=output_dir, quick=quick)
@@ -274,9 +274,9 @@ def main() -> None:
     else:
         try:
             answer = measure_rank(output_dir=question["output_dir"], quick=question["quick"])
-        except Exception as error:  # of torch and of NCCL, of many kinds
+        except Exception as error:  # from torch and NCCL, many classes
             answer = {"error": one_line(error)[:400]}
-    # At once, and on a line of its own: the ranks of a node have one output, and a shell's greeting may not end.
+    # In one write, as a separate line: the ranks of a node share one output, and a shell's greeting may lack a newline.
     os.write(1, f"\n{MARK}{json.dumps(answer)}\n".encode())
     os._exit(0)  # other ranks may have exited already, and a shutdown would wait for them
 
