@@ -1,1 +1,1 @@
-"""The `dsft` command, one file per command, with its printing."""
+"""The `dsft` command: one file per command, with its output."""

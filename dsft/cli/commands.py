@@ -1,4 +1,4 @@
-"""The commands of `dsft`, their options, and what help prints of them. Loads no library: help starts at once."""
+"""The commands of `dsft`, their options, and their help texts. Imports no library, so that help is instant."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
@@ -195,17 +195,17 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class Command:
-    """One word behind `dsft`."""
+    """One subcommand of `dsft`."""
 
     summary: str
-    """One line of `dsft --help`, and the first of the command's own help."""
+    """One line of `dsft --help`, and the first line of the command's help."""
     function: str
-    """module:function, called with the options, and if `run_options` is set also with the run's words."""
+    """module:function, called with the options and, if `run_options` is set, the run's words."""
     options: type
     run_options: type | None = None
     """Options of the run that the command starts, examines or prepares."""
     common: frozenset[str] = frozenset()
-    """Options that help shows by default; without any it shows all."""
+    """Options that help shows by default; empty for all."""
     details: str = ""
 
 
@@ -301,4 +301,4 @@ COMMANDS = {
     "chat": Command("talk to a run, a checkpoint or an exported model", "dsft.cli.folders:run_chat", ChatOptions),
     "quickstart": Command("the whole job on a small real model", "dsft.cli.quickstart:run", QuickstartOptions),
 }
-"""Command -> what it is, in the order of `dsft --help`."""
+"""Name -> command, in the order of `dsft --help`."""

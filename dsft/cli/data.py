@@ -1,4 +1,4 @@
-"""`dsft prepare` and `dsft preview`: make the data of a training ready ahead of it, and show it.
+"""`dsft prepare` and `dsft preview`: tokenise the data of a training in advance, and show it.
 
 No GPU and no weights are needed. Problems of options and files are reported before torch is loaded, which takes
 seconds.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
-    """Tokenise the data of a training ahead of it, or print samples as the model will see them, and figures. Raises
+    """Tokenise the data of a training in advance, or print samples as the model will see them, with statistics. Raises
     UserError with every problem of the options, the tokenizer and the data.
     """
     problems: list[str] = []
@@ -73,7 +73,7 @@ def preview(config: str | None = None, *, samples: int = 3, **options: Any) -> N
 
 
 def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samples: int) -> None:
-    """Print sequences as the model will see them, what is left out and why, and figures."""
+    """Print sequences as the model will see them, what is left out and why, and statistics."""
     import numpy as np
 
     from dsft.data.epoch import PackedRows, sequences_in

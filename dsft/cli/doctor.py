@@ -1,4 +1,4 @@
-"""`dsft doctor`: options -> nodes -> examination -> a table and findings, or JSON, and the exit code."""
+"""`dsft doctor`: options -> nodes -> examination -> table and findings, or JSON, and the exit code."""
 
 import json
 import os
@@ -21,14 +21,14 @@ COLUMNS = ("node", "ranks", "devices", "memory", "/dev/shm", "address", "torch",
 
 
 def run(options: DoctorOptions, run_words: list[str]) -> None:
-    """Examines the nodes and prints. The process exits with 2 if an error was found.
+    """Examines the nodes and prints the report. The process exits with code 2 if an error was found.
 
     Raises:
         UserError: unknown options.
     """
     problems: list[str] = []
     values = read_values(run_words, problems) or {}
-    known = [*training_types(), *field_types(EvalConfig, DoctorOptions)]  # a preflight may be of either run
+    known = [*training_types(), *field_types(EvalConfig, DoctorOptions)]  # a preflight may be for either kind of run
     problems += [f"{name}: {describe_unknown(name, known)}" for name in values if name not in known]
     raise_if_any(problems)
     output_dir = str(values.get("output_dir") or "")
@@ -58,13 +58,13 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
     code = EXIT_USER_ERROR if report.has_errors else 0
     if is_launched:
         sys.stdout.flush()
-        os._exit(code)  # other ranks may have exited: no shutdown of the group
+        os._exit(code)  # other ranks may have exited: without shutdown of the group
     if code:
         sys.exit(code)
 
 
 def show(report: Report, *, only_findings: bool) -> None:
-    """Prints a row for each node, the rates, and each finding with its fix."""
+    """Prints a row per node, the rates, and each finding with its fix."""
     if report.facts and not only_findings:
         table = Table(*COLUMNS, caption="GiB free", caption_justify="left")
         for node, facts in report.facts.items():
@@ -101,7 +101,7 @@ def show(report: Report, *, only_findings: bool) -> None:
     )
 
 
-if __name__ == "__main__":  # for launchers that start a module: `accelerate launch --module dsft.cli.doctor`
+if __name__ == "__main__":  # for launchers of modules: `accelerate launch --module dsft.cli.doctor`
     from dsft.cli.main import main
 
     main(["doctor", *sys.argv[1:]])

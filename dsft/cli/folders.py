@@ -37,7 +37,7 @@ Message = dict[str, Any]
 
 
 def show_checkpoints(options: FolderOptions) -> None:
-    """Print checkpoints, oldest first, and how to resume from the newest. Raises UserError if there are none."""
+    """Print checkpoints, oldest first, and how to resume from the newest. Raises UserError without any."""
     from rich.table import Column, Table
 
     folders = checkpoints(options.folder)
@@ -60,20 +60,20 @@ def show_checkpoints(options: FolderOptions) -> None:
         )
     show_table(table)
     if newest:
-        is_whole = step_folder(newest)  # else of save_only_model
+        is_whole = step_folder(newest)  # None with save_only_model
         way = "the command of the run with --resume_from_checkpoint auto" if is_whole else FROM_WEIGHTS
         show_text(f"dsft: to resume from {newest}: {way}")
 
 
 def verify_checkpoint(options: FolderOptions) -> None:
-    """Read every file of a checkpoint, or all in a run's folder, and compare it with the manifest. Raises
-    UserError with everything that differs.
+    """Compare every file of a checkpoint, or of all in a run's folder, with the manifest. Raises UserError with
+    everything that differs.
     """
     path = Path(options.folder)
     if not path.is_dir():
         raise UserError(f"{path}: is not a folder")
     folders = [path]
-    if not (path / MANIFEST).is_file():  # a run's folder, else its files are reported as missing
+    if not (path / MANIFEST).is_file():  # a run's folder, or a checkpoint whose files are reported as missing
         folders = [*checkpoints(path), *(folder for folder in [path / FINAL] if folder.is_dir())] or [path]
     raise_if_any([f"{folder}: {error}" for folder in folders for error in integrity_errors(folder, hash_tensors=True)])
     for folder in folders:
@@ -96,14 +96,13 @@ def export_or_merge(options: ExportOptions | MergeOptions) -> None:
 
 def chat(model: str, prompt: str, **options: Any) -> str:
     """Return the answer of a run, a checkpoint or a model. Args: `options`: those of `dsft chat`."""
-    with contextlib.redirect_stdout(io.StringIO()):  # the command prints while the answer is made
+    with contextlib.redirect_stdout(io.StringIO()):  # the command streams the answer
         return run_chat(ChatOptions(model, prompt=prompt, **options))
 
 
 def run_chat(options: ChatOptions) -> str | None:
-    """Answer each line that is typed, or `prompt` alone, in the model's own chat template. transformers' TextStreamer
-    prints answers while they are made. Raises UserError if there is no model or no chat template, or, with `prompt`,
-    no answer.
+    """Answer each typed line, or only `prompt`, in the model's own chat template. transformers' TextStreamer prints
+    answers as they are generated. Raises UserError if there is no model or chat template, or, with `prompt`, no answer.
     """
     if problem := missing("model", options.model):
         raise UserError(problem)
@@ -138,7 +137,7 @@ def run_chat(options: ChatOptions) -> str | None:
     positions = max_positions(model.config.get_text_config())
 
     def answer(messages: list[Message]) -> Message:
-        """Prints an answer; returns it as the message that the next turn is asked with."""
+        """Print an answer; return it as the message for the next turn's prompt."""
         try:
             if options.raw:
                 (ids,) = encode_open(tokenizer, [messages[-1]["content"]])
@@ -157,8 +156,10 @@ def run_chat(options: ChatOptions) -> str | None:
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
         )
-        if tokenizer.response_template and not options.chat_template:  # finds reasoning, which later turns leave out
-            with contextlib.suppress(ValueError):  # of an answer that lacks what the template asks for
+        if (
+            tokenizer.response_template and not options.chat_template
+        ):  # separates reasoning, which later turns leave out
+            with contextlib.suppress(ValueError):  # the answer does not match the template
                 return {"content": ""} | tokenizer.parse_response(made, prefix=ids)
         content = tokenizer.decode(made, skip_special_tokens=True)
         text = tokenizer.decode(made)
@@ -175,12 +176,12 @@ def run_chat(options: ChatOptions) -> str | None:
 
 
 def _talk(answer: Callable[[list[Message]], Message], begin: list[Message]) -> None:
-    """Read lines until /quit or the end of the input, and answer each as the next turn of a chat."""
+    """Read lines until /quit or the end of input, and answer each as the next turn of a chat."""
     messages = [*begin]
     is_typed = sys.stdin.isatty()
     if is_typed:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  lines can be edited, and earlier ones called back
+            import readline  # noqa: F401  for line editing and history
     while True:
         try:
             line = input("> " if is_typed else "").strip()
@@ -199,11 +200,11 @@ def _talk(answer: Callable[[list[Message]], Message], begin: list[Message]) -> N
             except UserError as error:
                 show_text(f"dsft: {error}")
             except KeyboardInterrupt:
-                print()  # the turn is taken back
+                print()  # the turn is dropped
 
 
 def run_report(options: ReportOptions) -> None:
-    """Write the page about runs. Raises UserError if a folder is not a run."""
+    """Write the page of runs. Raises UserError if a folder is not a run."""
     with quick_imports():
         from dsft.run_page.page import report
 
@@ -211,7 +212,7 @@ def run_report(options: ReportOptions) -> None:
 
 
 def run_compare(options: CompareOptions) -> None:
-    """Print a table of comparisons, or one JSON object. Raises UserError if results are missing, or of other texts or
+    """Print a table of comparisons, or one JSON object. Raises UserError if results are missing, or have other texts or
     windows.
     """
     with quick_imports():

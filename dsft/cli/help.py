@@ -1,6 +1,6 @@
-"""Help and reference, made from the fields of the options: name, type, default and the text under each field.
+"""Help and reference, generated from the fields of the options: name, type, default and the text under each field.
 
-All but `dsft train --help all` needs neither torch nor transformers.
+Only `dsft train --help all` needs torch and transformers.
 """
 
 import ast
@@ -36,7 +36,7 @@ ARGUMENT_TEXTS = {
     "resume_from_checkpoint": "auto (the last complete checkpoint in output_dir, if there is one), or a checkpoint's"
     " folder.",
 }
-"""Fields of TrainingArguments that are used most or mean more here -> their text, with the default."""
+"""Most used fields of TrainingArguments, or with another meaning here -> their text, with the default."""
 PLACEHOLDERS = {
     str: "TEXT",
     int: "N",
@@ -53,14 +53,14 @@ class FieldDoc:
     flag: str
     """--NAME, or the name of a positional word."""
     placeholder: str
-    """What stands for its value: TEXT, N, a|b ..."""
+    """For its value: TEXT, N, a|b ..."""
     default: str
-    """As it would be written; empty if there is none."""
+    """As a user would write it; empty if there is none."""
     text: str
 
 
 Groups = dict[str, list[FieldDoc]]
-"""Heading of a group of options -> the options."""
+"""Heading -> the options of the group."""
 
 
 def commands_help() -> str:
@@ -70,7 +70,7 @@ def commands_help() -> str:
 
 
 def command_help(name: str, *, everything: bool) -> str:
-    """Returns what a command does and its options: the common ones, or every one."""
+    """Returns a command's summary and its options: the common ones, or every one."""
     command = COMMANDS[name]
     width = min(shutil.get_terminal_size().columns, 100)
     lines = [usage(name), "", f"{command.summary[0].upper()}{command.summary[1:]}."]
@@ -104,8 +104,8 @@ def usage(name: str) -> str:
 
 
 def command_groups(command: Command, *, everything: bool = True) -> Groups:
-    """Returns the groups of a command's options: for train and eval those of the run, then those of the launch. Without
-    `everything` only the common ones, if the command names some.
+    """Returns the groups of a command's options; for train and eval those of the run, then those of the launch. Without
+    `everything` only the common ones, if the command has some.
     """
     if not command.common:
         return class_groups(command.options)
@@ -124,8 +124,8 @@ def command_groups(command: Command, *, everything: bool = True) -> Groups:
 
 
 def class_groups(cls: type) -> Groups:
-    """Returns a group for `cls` and for each base class that has options, under its docstring; an option is in that of
-    the class that declares it last.
+    """Returns a group for `cls` and each base class with options, under its docstring; an option is in the group of the
+    class that declares it last.
     """
     fields = options_of(cls)
     types = field_types(cls)
@@ -191,5 +191,5 @@ def placeholder_of(hint: Any) -> str:
     if origin is list:
         return f"{placeholder_of(members[0])} ..."
     if origin is dict or not members:
-        return PLACEHOLDERS.get(origin or hint, "")  # an enumeration of transformers is beside `str`
+        return PLACEHOLDERS.get(origin or hint, "")  # an enum of transformers is in a union with `str`
     return "|".join(dict.fromkeys(filter(None, map(placeholder_of, members))))

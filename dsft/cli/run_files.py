@@ -1,5 +1,5 @@
-"""`dsft init` writes a commented run.yaml, whose options fit the first rows of the data; `dsft convert` makes one of a
-YAML file of axolotl, LLaMA-Factory or TRL, whose options are renamed by `config/options.py`.
+"""`dsft init` writes a commented run.yaml, with options that fit the first rows of the data; `dsft convert` writes one
+from a YAML file of axolotl, LLaMA-Factory or TRL, with the option names of `config/options.py`.
 
 dsft init --model Qwen/Qwen2.5-0.5B-Instruct --data train.jsonl --method lora
 dsft convert axolotl.yaml --out run.yaml
@@ -24,13 +24,13 @@ from dsft.runtime.console import show_text
 TEMPLATE = Path(__file__).parent.parent / "quickstart" / "run.yaml"
 FEW_ROWS = 200
 RATE_OF_FEW_ROWS = "5e-4"
-"""Of adapters, which few rows train for few steps."""
-SMALL_BYTES = 2 << 20  # of data that is trained in small steps, several times
+"""For adapters, since few rows mean few steps."""
+SMALL_BYTES = 2 << 20  # smaller data is trained in small steps, for several epochs
 COUNTED_ROWS = 500
 
 
 def write_run_file(options: InitOptions) -> None:
-    """Write the file. Raises UserError if it exists, or the data cannot be read or are of no known shape."""
+    """Write the file. Raises UserError if it exists, or the data cannot be read or have an unknown format."""
     path = _new_file(options.out)
     problems: list[str] = []
     sources = find_sources(options.data, TrainConfig(), key="data", problems=problems)
@@ -40,14 +40,14 @@ def write_run_file(options: InitOptions) -> None:
     rate = f"{LEARNING_RATES[options.method]:g}".replace("e-0", "e-")
     epochs = 1
     batch = 64
-    if sources[0].files:  # nothing is downloaded from the hub
+    if sources[0].files:  # no download from the hub
         rows = list(itertools.islice(itertools.chain.from_iterable(map(read_file, sources[0].files)), COUNTED_ROWS))
         shape = _shape_lines(sources[0], rows)
         held_out = _held_out_share(sources[0], len(rows))
         if sources[0].size_bytes < SMALL_BYTES:
             epochs = 3
             batch = 8
-            if len(rows) < FEW_ROWS:  # otherwise there would be too few steps for a change that is seen
+            if len(rows) < FEW_ROWS:  # or there would be too few steps for a visible change
                 epochs = 10
                 rate = rate if options.method == "full" else RATE_OF_FEW_ROWS
     evaluation = "# eval_data: held_out.jsonl"
@@ -88,7 +88,7 @@ def _in_yaml(value: Any) -> str:
 
 
 def _shape_lines(source: Source, rows: list[Row]) -> str:
-    """Return the lines that the columns of the rows need, each with a line break before it; none for known formats."""
+    """Return the lines that the columns of the rows need, each after a line break; empty for known formats."""
     if not rows:
         raise UserError(f"data: {source.name} contains no rows")
     try:
@@ -105,7 +105,7 @@ def _shape_lines(source: Source, rows: list[Row]) -> str:
 
 def _held_out_share(source: Source, number: int) -> float:
     """Return the share of the rows to hold out, at least one row; 0 if there is only one. `number`: at most
-    COUNTED_ROWS. Of a text file the end is held out.
+    COUNTED_ROWS. For a text file, its end is held out.
     """
     if number == COUNTED_ROWS:
         return 0.02
@@ -115,7 +115,7 @@ def _held_out_share(source: Source, number: int) -> float:
 
 
 def convert_file(options: ConvertOptions) -> None:
-    """Writes the run.yaml.
+    """Write the run.yaml.
 
     Raises:
         UserError: the file cannot be read, or the output exists.
@@ -138,7 +138,7 @@ def convert_file(options: ConvertOptions) -> None:
 
 
 def converted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns (dsft's options, a remark for each option that was renamed, left out, or cannot be used as it is)."""
+    """Return (dsft's options, a remark for each option that was renamed, left out, or cannot be used unchanged)."""
     types = training_types()
     remarks: list[str] = []
     values: dict[str, Any] = {}
@@ -168,7 +168,7 @@ def converted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _source(entry: Any) -> str:
-    """Returns an entry of axolotl's `datasets` as one of `data`: NAME:CONFIG:SPLIT, or a file."""
+    """Return an entry of axolotl's `datasets` as one of `data`: NAME:CONFIG:SPLIT, or a file."""
     if not isinstance(entry, Mapping):
         return str(entry)
     if "data_files" in entry:
