@@ -1,4 +1,4 @@
-"""The Python API, for notebooks: the same words as the options.
+"""The Python API, for notebooks, with the names of the options.
 
 import dsft
 config = dsft.load_config("run.yaml", learning_rate=1e-4)
@@ -30,7 +30,7 @@ from dsft.setup.evaluation import check_evaluation
 
 
 def load_config(path: str | None = None, **options: Any) -> TrainConfig:
-    """The options of a YAML file with `options` over them, checked.
+    """Return the checked options of a YAML file; `options` override them.
 
     Raises:
         UserError: with every problem found.
@@ -51,7 +51,7 @@ def plan(model: str, *, machine: Machine | None = None, **options: Any) -> Choic
         machine: by default this one.
 
     Raises:
-        UserError: where no model's config is found, or an option is impossible.
+        UserError: if no model's config is found, or an option is impossible.
     """
     problems: list[str] = []
     training = make_config(TrainConfig, {"model": model, **options}, problems)
@@ -61,12 +61,12 @@ def plan(model: str, *, machine: Machine | None = None, **options: Any) -> Choic
 
 
 def evaluate(*, progress: bool = True, **options: Any) -> Evaluation:
-    """Perplexity of one model on one data set in this process (or on all ranks, where every rank calls it), with the
-    options of `dsft eval`.
+    """Return the perplexity of one model on one data set, computed in this process (or on all ranks, if every rank
+    calls it), with the options of `dsft eval`.
 
     Raises:
         UserError: with every problem found.
-        TrainingStopped: where a loss is NaN or infinite.
+        TrainingStopped: if a loss is NaN or infinite.
     """
     set_up_screen()
     problems: list[str] = []
@@ -80,18 +80,18 @@ def evaluate(*, progress: bool = True, **options: Any) -> Evaluation:
 
 
 def evaluate_all(config: EvalConfig, problems: Sequence[str] = (), *, progress: bool = False) -> Iterator[Evaluation]:
-    """Yield the perplexity of each of `config.model` on each of `config.data`, as they come.
+    """Yield the perplexity of each of `config.model` on each of `config.data` as soon as it is complete.
 
-    Collective, after `distributed.start_ranks()`. With an output_dir each is written before it is yielded, and those
-    that an earlier evaluation left there are taken over.
+    Collective, after `distributed.start_ranks()`. With an output_dir each is written before it is yielded, and results
+    of an earlier evaluation there are reused.
 
     Args:
-        problems: of reading the options, to be raised with the others.
+        problems: from reading the options, to be raised with the others.
 
     Raises:
         UserError: with all problems of the options, the data and the models' folders, on every rank, before anything is
-            loaded; or where another evaluation, or a training, writes into output_dir now.
-        TrainingStopped: where a loss is NaN or infinite.
+            loaded; or if another evaluation, or a training, is writing to output_dir.
+        TrainingStopped: if a loss is NaN or infinite.
     """
     with only_run_in(config.output_dir):
         checked = check_evaluation(config, [*problems, *mode_problems(config)])
@@ -99,16 +99,16 @@ def evaluate_all(config: EvalConfig, problems: Sequence[str] = (), *, progress: 
 
 
 def compare(*results: str | Evaluation, base: str | None = None, group_by: str | None = None) -> Comparisons:
-    """Compare results with those of one model, each in pairs of documents.
+    """Compare results with those of one model, in pairs of documents.
 
     Args:
-        results: what `evaluate` returned, or folders that evaluations wrote.
-        base: the model that all others are compared with, as the results name it or by the end of its path; by default
-            the first.
-        group_by: a grouping of the results, each of whose groups is compared by itself.
+        results: results of `evaluate`, or folders that evaluations wrote.
+        base: the model that all others are compared with, by its name in the results or the last parts of its path; by
+            default the first.
+        group_by: a grouping of the results; each group is compared separately.
 
     Raises:
-        UserError: where results are missing, or of other texts or windows.
+        UserError: if results are missing, or have other texts or windows.
     """
     evaluations = []
     for item in results:

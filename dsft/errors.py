@@ -1,7 +1,7 @@
-"""User errors. A check never raises at the first fault: it appends to a list, and `raise_if_any` raises them together.
+"""User errors. Checks do not raise at the first problem: they append to a list, and `raise_if_any` raises all at once.
 
-`ends_with_clear_errors` wraps an entry point: rank 0 prints the problems without a traceback and every rank ends with
-exit code 2. It does not catch our own bugs: those keep their traceback and Python's exit code 1.
+`ends_with_clear_errors` wraps an entry point: rank 0 prints the problems without a traceback and every rank exits with
+code 2. It does not catch our own bugs: those keep their traceback and Python's exit code 1.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ EXIT_USER_ERROR = 2
 EXIT_STOPPED = 3
 EXIT_UNSAVED = 4
 EXIT_NOT_STARTED = 5
-EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: it can be resumed
-EXIT_INTERRUPTED = 130  # Ctrl-C: 128 and the number of the signal, as shells have it
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: the run can be resumed
+EXIT_INTERRUPTED = 130  # Ctrl-C: 128 plus the signal number, as in shells
 MOST_SECONDS = 10
-"""Of `limited_time`."""
-RANK_0_SECONDS = 8  # for rank 0 to print the message: a launcher kills all ranks as soon as one has ended
+"""Limit of `limited_time`."""
+RANK_0_SECONDS = 8  # for rank 0 to print the message: a launcher kills all ranks as soon as one exits
 
 
 class UserError(ValueError):
-    """One or more problems of the user's input, each a full sentence that names the key or file and the way out."""
+    """One or more problems of the user's input, each a full sentence with the key or file and the remedy."""
 
     exit_code = EXIT_USER_ERROR
 
@@ -41,19 +41,18 @@ class UserError(ValueError):
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self):
-        """So that it can travel between ranks."""
+        """Make it picklable, to be sent between ranks."""
         return UserError, (self.problems,)
 
 
 class _TimeIsUp(BaseException):
-    """Not an Exception: nothing within the body may take it for a fault of its own."""
+    """Not an Exception, so that no code in the body catches it."""
 
 
 @contextlib.contextmanager
 def limited_time(doing: str) -> Iterator[None]:
-    """Raises UserError if the body computes for longer than MOST_SECONDS: text of other people, such as a regular
-    expression or the loops of a template, may keep a program busy for ever. Of the main thread alone, whose alarm it
-    takes.
+    """Raise UserError if the body computes for longer than MOST_SECONDS: foreign text, such as a regular expression or
+    the loops of a template, may run forever. In the main thread only, whose virtual timer it uses.
     """
 
     def stop(*_: Any) -> None:
@@ -63,7 +62,7 @@ def limited_time(doing: str) -> Iterator[None]:
         yield
         return
     handler = signal.signal(signal.SIGVTALRM, stop)
-    timer = signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)  # a busy machine takes longer
+    timer = signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)  # CPU time, since a busy machine takes longer
     try:
         yield
     except _TimeIsUp:
@@ -74,49 +73,49 @@ def limited_time(doing: str) -> Iterator[None]:
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot continue (NaN loss); the message names the step and what is left on disk."""
+    """Training cannot continue (NaN loss); the message names the step and what remains on disk."""
 
     exit_code = EXIT_STOPPED
 
 
 class Requeue(TrainingStopped):
-    """Training was asked to stop (SIGUSR1) and has saved; the message has the way to resume."""
+    """Training was asked to stop (SIGUSR1) and has saved; the message says how to resume."""
 
     exit_code = EXIT_REQUEUE
 
 
 class Unsaved(TrainingStopped):
-    """Training is done, but its final model or a checkpoint could not be saved; the message names what is left."""
+    """Training is done, but its final model or a checkpoint could not be saved; the message names what remains."""
 
     exit_code = EXIT_UNSAVED
 
 
 class NotStarted(RuntimeError):
-    """The rendezvous timed out (`start_timeout`); the message names the rank, and what to look at."""
+    """The rendezvous timed out (`start_timeout`); the message names the rank, and what to check."""
 
     exit_code = EXIT_NOT_STARTED
 
 
 def raise_if_any(problems: list[str]) -> None:
-    """Raise `UserError` with all of `problems`, or do nothing when there are none."""
+    """Raise `UserError` with all of `problems`, if there are any."""
     if problems:
         raise UserError(problems)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" for the known name most like `name`, or an empty string."""
+    """Return "; did you mean 'x'?" with the known name closest to `name`, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def without_second_errors(problems: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Leaves out the problems of options that `known` ones begin with, or suggest instead of what was written: an
-    error of a default that nobody set is not useful.
+    """Return the problems without those of options that `known` problems already name or suggest: an error about an
+    unset default is not useful.
     """
     names: set[str] = set()
     for problem in known:
         names.update(re.findall(r"(?:^-*|did you mean ')(\w+)", problem))
-    # A name of one word, such as model, is a word of many sentences too.
+    # A name of one word, such as model, also occurs in many sentences.
     return [problem for problem in problems if names.isdisjoint(re.findall(r"\w+_\w+|\w+(?=[:=])", problem))]
 
 
@@ -125,10 +124,10 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
-        from dsft.job import beat  # here: it uses this module
+        from dsft.job import beat  # here, since it imports this module
 
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
-            if getattr(sys, name) is None:  # closed by a shell's 2>&-: the next file would be printed into
+            if getattr(sys, name) is None:  # closed by a shell's 2>&-: the next opened file would get the output
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
                 setattr(sys, name, os.fdopen(descriptor, "w"))
         for stream in (sys.stdout, sys.stderr):
@@ -141,7 +140,7 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             try:
                 return main(*args, **kwargs)
             except OSError as error:
-                # A path that no file can have, or another user's file.
+                # An impossible path, or another user's file.
                 of_paths = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS)
                 if error.filename is None or error.errno not in of_paths:
                     raise
@@ -153,7 +152,7 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             is_error = code not in (EXIT_REQUEUE, EXIT_INTERRUPTED)
             passed_on = [f"error: {line}" if is_error else line for line in lines]
             is_passed_on = beat.close(code, passed_on)
-            is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: what is wrong may be this variable
+            is_rank_0 = os.environ.get("RANK", "0") == "0"  # as text: this variable itself may be wrong
             if is_rank_0 or (not is_passed_on and os.environ.get("LOCAL_RANK", "0") == "0"):
                 head = "dsft: error: " if is_error else "dsft: "
                 print("\n".join(head + line for line in lines), file=sys.stderr, flush=True)
@@ -169,5 +168,5 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
 
 
 def one_line(error: BaseException) -> str:
-    """Cut a library's message to fit into a message of dsft; of an error without one its name, as KeyboardInterrupt."""
+    """Return a library's message, shortened for one of dsft; without one, the error's name (KeyboardInterrupt)."""
     return " ".join(str(error).split())[:300] or type(error).__name__

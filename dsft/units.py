@@ -1,5 +1,5 @@
-"""What every room shares: units and JSON as dsft writes them, a batch, the padded width of rows, the label of
-ignored tokens.
+"""Shared by all packages: dsft's format of units and JSON, a batch, the padded width of rows, the label of ignored
+tokens.
 """
 
 import contextlib
@@ -20,23 +20,23 @@ MB = 1000**2
 GB = 1000**3
 TB = 1000**4
 BYTES = {"MB": MB, "GB": GB, "TB": TB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
-"""Unit as users may write it -> its bytes."""
+"""Unit in user input -> its bytes."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """torch's name of a dtype -> bytes of one number."""
-IGNORED = -100  # the label of a token that is not trained or scored, as transformers has it
-PADDED_MULTIPLE = 8  # rows are padded to a multiple of this: what matrix units like
+IGNORED = -100  # label of a token that is not trained or scored, as in transformers
+PADDED_MULTIPLE = 8  # rows are padded to a multiple of this, for matrix units
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Replace control characters: texts of other people may contain escape sequences of a terminal."""
+    """Replace control characters: foreign texts may contain escape sequences for the terminal."""
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """How the sequences of one optimizer step are shared."""
+    """The distribution of one optimizer step's sequences."""
 
     micro: int  # sequences of one forward on one rank, or on the ranks that share them
     accumulation: int  # micro batches of one optimizer step
@@ -45,22 +45,22 @@ class Batch:
 
     @property
     def sequences(self) -> int:
-        """Of one optimizer step over all ranks."""
+        """Sequences of one optimizer step over all ranks."""
         return self.micro * self.accumulation * (self.ranks // self.sequence_parallel)
 
 
 def padded_width(length: Any) -> Any:
-    """Round `length` tokens (a number, or an array of them) up to the width that a batch computes."""
+    """Round `length` tokens (a number or an array) up to the computed width of a batch."""
     return -(-length // PADDED_MULTIPLE) * PADDED_MULTIPLE
 
 
 def in_gib(num_bytes: float) -> str:
-    """Write bytes in GiB with three digits, or as a full number from 1,000 GiB on."""
+    """Format bytes in GiB with three digits, or as a full number from 1,000 GiB on."""
     return f"{num_bytes / GiB:.3g} GiB" if num_bytes < 1000 * GiB else f"{num_bytes / GiB:,.0f} GiB"
 
 
 def in_time(seconds: float) -> str:
-    """Write a duration in the largest unit that it fills: 40 s, 12 min, 2.4 h, 3.1 days."""
+    """Format a duration in the largest unit that it fills: 40 s, 12 min, 2.4 h, 3.1 days."""
     for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.2g} {name}"
@@ -68,32 +68,32 @@ def in_time(seconds: float) -> str:
 
 
 def in_digits(value: float) -> str:
-    """Write a number with four digits, from 1,000 on in full with separators: 0.002995, 98.2, 4,110."""
+    """Format a number with four digits, from 1,000 on in full with separators: 0.002995, 98.2, 4,110."""
     if isinstance(value, int) or 999.95 <= abs(value) < 1e15:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
 
 def plural(number: int, noun: str) -> str:
-    """Write "1 node", "2 nodes"."""
+    """Format "1 node", "2 nodes"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def one_of(choices: Iterable[Any]) -> str:
-    """Write "1", "1 or 2", "1, 2 or 4"."""
+    """Format "1", "1 or 2", "1, 2 or 4"."""
     *first, last = map(str, choices)
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write beside and rename, so that a reader or a crash never sees part of a file."""
+    """Write to a file beside `path` and rename it, so that readers and crashes never see a partial file."""
     beside = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
         os.replace(beside, path)
     except OSError as error:
-        error.filename = str(path)  # which the user knows
+        error.filename = str(path)  # the name that the user knows
         raise
     finally:
-        with contextlib.suppress(OSError):  # that of writing is reported
+        with contextlib.suppress(OSError):  # the write's own error is reported
             beside.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Draws a run's numbers over the tokens seen, as SVG that the page contains. Colours are the page's CSS variables."""
+"""Draws a run's metrics over the tokens seen, as SVG for the page. Colours are the page's CSS variables."""
 
 import math
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ RIGHT = 14
 TOP = 12
 BOTTOM = 26
 NUM_COLOURS = 6
-MOST_POINTS = 600  # of a line; nobody sees more
-SMOOTHED = 11  # neighbouring points, of which the thick line of noisy numbers is the mean
+MOST_POINTS = 600  # of a line; more cannot be seen
+SMOOTHED = 11  # neighbouring points averaged for the thick line of a noisy metric
 Points = list[tuple[float, float]]
 
 
@@ -31,13 +31,11 @@ class Curve:
     points: Points
     colour: int
     has_dots: bool = False
-    """Few points, each with a dot that shows its numbers. Others are drawn thin and pale, below the mean of their
-    neighbours.
-    """
+    """For few points: each has a dot with its values. Other curves are thin and pale, below the mean of neighbours."""
 
 
 def draw(curves: list[Curve]) -> str:
-    """Return the SVG of some curves, at least one of which has a point."""
+    """Return the SVG of some curves; at least one must have a point."""
     points = numpy.concatenate([curve.points for curve in curves])
     first, low = points.min(axis=0)
     last, high = points.max(axis=0)
@@ -76,7 +74,7 @@ def draw(curves: list[Curve]) -> str:
 
 
 def short(value: float) -> str:
-    """Write a number of an axis: 1.5M, 20k, 0.003, 2e-05."""
+    """Format a number of an axis: 1.5M, 20k, 0.003, 2e-05."""
     for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:g}{letter}"

@@ -1,6 +1,6 @@
-"""`dsft report`: one HTML file about runs, from run.json and metrics.jsonl. It loads nothing, and needs no network.
+"""`dsft report`: one HTML file about runs, from run.json and metrics.jsonl. It is self-contained and needs no network.
 
-A run that still runs, stopped early or was killed has less of both; the page shows what is known.
+A run that is running, stopped early or was killed has less of both; the page shows what there is.
 """
 
 import contextlib
@@ -36,38 +36,38 @@ CHARTS = {
     "peak_gpu_gib": "Peak GPU memory of the fullest rank, GiB",
     "peak_host_gib": "Peak host memory of the fullest rank, GiB",
 }
-"""Metric -> title of its chart, beside those of losses."""
+"""Metric -> title of its chart, without those of losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run, as far as it came."""
+    """One run, complete or not."""
 
     name: str
     folder: Path
     facts: dict[str, Any]
     """The content of run.json."""
     log: list[dict[str, Any]]
-    """The entries of metrics.jsonl, without what is NaN or infinite."""
+    """The entries of metrics.jsonl, without NaN and infinite values."""
 
     @property
     def status(self) -> str:
-        """As the run has written it, or killed if it could not."""
+        """The status in run.json, or killed if the run could not write it."""
         status = self.facts.get("status", "running")
         return "killed" if status == "running" and not is_held(self.folder) else status
 
     def points(self, metric: str) -> Points:
-        """Tokens seen and value, of each entry that has the metric."""
+        """Return (tokens seen, value) of each entry with the metric."""
         entries = [entry for entry in self.log if entry.get(metric) is not None]
         return [(entry.get("num_input_tokens_seen", entry["step"]), entry[metric]) for entry in entries]
 
 
 def read_runs(folders: Iterable[str]) -> list[Run]:
-    """Read runs; they are named by their folders. Raises UserError if one is not a run, or cannot be read."""
+    """Read runs, which are named by their folders. Raises UserError if one is not a run, or cannot be read."""
     runs = []
     for folder in dict.fromkeys(folders):
         path = Path(folder).expanduser()
-        read_options_of_run(str(path))  # without them it is not a run of dsft
+        read_options_of_run(str(path))  # raises if it is not a run of dsft
         runs.append(Run(name=str(path), folder=path, facts=read_run(str(path)), log=read_log(path / METRICS)))
     return runs
 
@@ -75,7 +75,7 @@ def read_runs(folders: Iterable[str]) -> list[Run]:
 def read_log(path: Path) -> list[dict[str, Any]]:
     entries = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):  # a kill may cut off a line
+        with contextlib.suppress(ValueError):  # a kill may truncate a line
             entries.append({name: value for name, value in json.loads(line).items() if is_shown(value)})
     return entries
 
@@ -85,7 +85,7 @@ def is_shown(value: Any) -> bool:
 
 
 def report(*folders: str, out: str | None = None) -> Path:
-    """Write the page about runs, by default into the folder of the first one; returns its path."""
+    """Write the page of runs, by default to the folder of the first one; return its path."""
     runs = read_runs(folders)
     path = Path(out).expanduser() if out else runs[0].folder / PAGE
     template = resources.files("dsft.run_page").joinpath("page.html.jinja").read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ def report(*folders: str, out: str | None = None) -> Path:
 
 
 def html_table(frame: pandas.DataFrame) -> Markup:
-    # By its own formatters pandas would cut long texts and escape line breaks.
+    # By default pandas would truncate long texts and escape line breaks.
     return Markup(frame.to_html(index=False, border=0, formatters=[str] * frame.shape[1]))
 
 
@@ -143,7 +143,7 @@ def first_and_last(points: Points) -> str:
 
 
 def charts(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return title, SVG and legend of each chart that the runs have numbers for."""
+    """Return title, SVG and legend of each chart for which the runs have values."""
     logged = dict.fromkeys(name for run in runs for entry in run.log for name in entry)
     titles = {"Loss, nats per token": {"loss": "training", "eval_loss": "held out"}}
     titles["Loss of each held-out set"] = {name: name for name in logged if re.fullmatch("eval_.+_loss", name)}
@@ -158,7 +158,7 @@ def charts(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
-    """Return a curve for each run and each of the metrics that it has, named by the metric's word."""
+    """Return a curve for each run and each of its metrics among `metrics`, named by the metric's word."""
     curves: list[Curve] = []
     for run in runs:
         for metric, word in metrics.items():
@@ -171,7 +171,7 @@ def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
 
 
 def perplexities(runs: list[Run]) -> dict[str, pandas.DataFrame]:
-    """Return a table for each folder of results of several models, in a run's folder or beside it."""
+    """Return a table for each folder with results of several models, in a run's folder or beside it."""
     folders = set()
     for run in runs:
         for place in (run.folder, run.folder.parent):
@@ -190,7 +190,7 @@ def perplexities(runs: list[Run]) -> dict[str, pandas.DataFrame]:
 
 
 def tables(runs: list[Run]) -> dict[str, pandas.DataFrame]:
-    """Return the other tables by their titles; those without a row are left out."""
+    """Return the other tables by title; those without rows are left out."""
     configs = pandas.DataFrame({run.name: run.facts["config"] for run in runs}).fillna("").astype(str)
     differing = configs[configs.nunique(axis=1) > 1].reset_index(names="")
     tables = {"What differs between the runs": differing}
@@ -205,7 +205,7 @@ def tables(runs: list[Run]) -> dict[str, pandas.DataFrame]:
 
 
 def folded(runs: list[Run]) -> dict[str, str]:
-    """Return the texts that a click opens: of each run what run.json has of these sections."""
+    """Return the texts that a click unfolds: these sections of each run's run.json."""
     texts = {}
     for run in runs:
         for section in ("config", "decisions", "deepspeed", "versions"):
