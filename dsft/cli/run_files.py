@@ -30,8 +30,8 @@ COUNTED_ROWS = 500
 
 
 def write_run_file(options: InitOptions) -> None:
-    """Write the file. Raises UserError if it exists, or the data cannot be read or have an unknown format."""
-    path = _new_file(options.out)
+    """Write the file. Raises UserError if the data cannot be read or have an unknown format, FileExistsError."""
+    path = Path(options.out)
     problems: list[str] = []
     sources = find_sources(options.data, TrainConfig(), key="data", problems=problems)
     raise_if_any(problems)
@@ -70,16 +70,11 @@ def write_run_file(options: InitOptions) -> None:
     show_text(f"dsft: {config}: written; next: dsft preview --config {config}")
 
 
-def _new_file(name: str) -> Path:
-    path = Path(name)
-    if path.exists():
-        raise UserError(f"{path}: exists; name another file with --out")
-    return path
-
-
 def _write(path: Path, text: str) -> None:
+    """Write a new file. Raises FileExistsError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _in_yaml(value: Any) -> str:
@@ -118,9 +113,10 @@ def convert_file(options: ConvertOptions) -> None:
     """Write the run.yaml.
 
     Raises:
-        UserError: the file cannot be read, or the output exists.
+        UserError: the file cannot be read.
+        FileExistsError: the output exists.
     """
-    path = _new_file(options.out)
+    path = Path(options.out)
     problems: list[str] = []
     given = read_yaml(options.file, problems)
     raise_if_any([problem.removeprefix("--config ") for problem in problems])

@@ -16,16 +16,13 @@ def test_the_version_is_that_of_the_package(capsys):
 
 
 LONG = "x" * 300
-INIT = ["init", "--model", "m", "--data", "d", "--out"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([*INIT, "file"], "file: exists"),
         (["train"], "name a YAML file"),
         (["merge", "file"], "--out must be given"),
-        ([*INIT, "file/run.yaml"], "file: File exists"),
         (["quickstart", "file"], "file: File exists"),
         (["export", "file", "out"], "file: dsft export reads folders of models"),
         (["verify", LONG], "File name too long"),

@@ -6,7 +6,6 @@ from dsft.cli.main import main
 from dsft.cli.run_files import write_run_file
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
-from dsft.errors import UserError
 
 
 @pytest.mark.parametrize(("method", "rate"), [("full", 1e-5), ("lora", 5e-4)])
@@ -22,7 +21,7 @@ def test_the_file_is_one_that_a_training_takes(tmp_path, monkeypatch, capsys, me
     assert problems == []
     assert (config.model, config.data, config.method, config.zero) == ("ns/model", data, method, "auto")
     assert config.training["learning_rate"] == rate and config.training["output_dir"] == "runs/first"
-    with pytest.raises(UserError, match="run.yaml: exists"):
+    with pytest.raises(FileExistsError):
         write_run_file(InitOptions(model="ns/other", data=data, out=str(path)))
     assert "ns/other" not in path.read_text()
 

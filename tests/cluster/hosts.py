@@ -56,6 +56,7 @@ OWN_COMMANDS = (
     ": slurmscriptd",
 )
 """Services of a host, and what is on its way into it."""
+NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
 LISTENING = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
@@ -119,24 +120,10 @@ class Host:
         """Start a command there, as from a fresh login shell with `environment` added. Ends with the host, at the
         latest.
         """
-        enter = [
-            "nsenter",
-            "--target",
-            str(self.init_pid),
-            "--net",
-            "--uts",
-            "--mount",
-            "--pid",
-            "--ipc",
-            f"--wdns={cwd}",  # --wd would be of the mounts outside: a rename there from a path inside is EXDEV
-            "--",
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            "--",
-        ]
+        enter = ["nsenter", "--target", str(self.init_pid), *NAMESPACES]
+        enter.append(f"--wdns={cwd}")  # --wd would be of the mounts outside: a rename there from a path inside is EXDEV
         return Started(
-            [*enter, *map(str, command)],
+            [*enter, "--", "setpriv", "--pdeathsig", "KILL", "--", *map(str, command)],
             env=self.environment | environment,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -228,7 +215,7 @@ class Host:
         self._cable("up")
 
     def _cable(self, state: str) -> None:
-        _run(["nsenter", "--target", str(self.switch_pid), "--net", "ip", "link", "set", f"port-{self.name}", state])
+        _run(f"nsenter --target {self.switch_pid} --net ip link set port-{self.name} {state}".split())
 
     def freeze(self) -> None:
         """Stop every process of this host, sshd too. Its kernel still answers: connections stay open."""
@@ -273,16 +260,9 @@ class TestHosts:
     __test__ = False  # no test class, whatever its name
 
     def __init__(self, number: int, *, shared: list[Path] = ()):
-        self.number, self.shared = (
-            number,
-            [
-                ROOT,
-                Path(sys.prefix),
-                Path(sys.base_prefix),
-                *(Path(path) for path in sys.path if Path(path).is_dir()),
-                *map(Path, shared),
-            ],
-        )
+        self.number = number
+        on_path = [Path(path) for path in sys.path if Path(path).is_dir()]
+        self.shared = [ROOT, Path(sys.prefix), Path(sys.base_prefix), *on_path, *map(Path, shared)]
         self.hosts: list[Host] = []
         self._started: list[subprocess.Popen] = []
 
@@ -344,16 +324,8 @@ class TestHosts:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        switch = self._launch(
-            [
-                "unshare",
-                "--net",
-                "--",
-                "bash",
-                "-ec",
-                "ip link add bridge type bridge; ip link set bridge up; echo ready; exec sleep infinity",
-            ]
-        )
+        script = "ip link add bridge type bridge; ip link set bridge up; echo ready; exec sleep infinity"
+        switch = self._launch(["unshare", "--net", "--", "bash", "-ec", script])
         self.hosts = [
             Host(f"node-{i}", f"10.77.0.{i + 1}", self.folder / f"node-{i}", switch.pid) for i in range(self.number)
         ]
@@ -388,48 +360,15 @@ class TestHosts:
         return process
 
     def _launch_host(self, host: Host) -> subprocess.Popen:
-        unshare = [
-            "unshare",
-            "--net",
-            "--uts",
-            "--mount",
-            "--pid",
-            "--ipc",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            "--",
-        ]
-        return self._launch(
-            [*unshare, "bash", "-ec", _set_up(host, [self.folder, *self.shared])],
-            wait=False,
-            env=host.environment,
-            cwd="/",
-        )
+        unshare = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--", "bash", "-ec"]
+        script = _set_up(host, [self.folder, *self.shared])
+        return self._launch([*unshare, script], wait=False, env=host.environment, cwd="/")
 
     def _connect(self, host: Host) -> None:
         """A cable from the host's eth0 to the switch."""
         port = f"port-{host.name}"
-        _run(
-            [
-                "ip",
-                "link",
-                "add",
-                "eth0",
-                "netns",
-                str(host.init_pid),
-                "type",
-                "veth",
-                "peer",
-                "name",
-                port,
-                "netns",
-                str(host.switch_pid),
-            ]
-        )
-        _run(
-            ["nsenter", "--target", str(host.switch_pid), "--net", "ip", "link", "set", port, "master", "bridge", "up"]
-        )
+        _run(f"ip link add eth0 netns {host.init_pid} type veth peer name {port} netns {host.switch_pid}".split())
+        _run(f"nsenter --target {host.switch_pid} --net ip link set {port} master bridge up".split())
         script = f"ip link set lo up; ip address add {host.address}/24 dev eth0; ip link set eth0 up"
         _run(["nsenter", "--target", str(host.init_pid), "--net", "bash", "-ec", script])
 
