@@ -21,7 +21,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,9 +34,6 @@ from dsft.models.probes import random_tokens, rope_types, small_model
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
 from dsft.units import IGNORED
-
-TIMEOUT = timedelta(minutes=30)
-"""Of a collective within a team; its ranks do the same work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +131,7 @@ def team_of(size: int) -> Team:
     if size == 1:
         return ALONE
     number, _, teams = Team(size=size).position()
-    groups = [dist.new_group([*range(team * size, (team + 1) * size)], timeout=TIMEOUT) for team in range(teams)]
+    groups = [dist.new_group([*range(team * size, (team + 1) * size)]) for team in range(teams)]
     return Team(size=size, group=groups[number])
 
 

@@ -104,20 +104,6 @@ def test_a_checkpoint_that_cannot_be_read_is_damaged_and_the_one_before_is_taken
     assert re.search(f"{second} is incomplete and is skipped: .* cannot be read", capsys.readouterr().out)
 
 
-def test_a_save_that_did_not_end_is_removed(tmp_path):
-    kept, half = save(tmp_path, 5), write_staged(tmp_path, 10)
-    assert clean_up(tmp_path) == [half]
-    assert checkpoints(tmp_path) == [kept] and integrity_errors(kept, hash_tensors=True) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-5"]
-
-
-def test_a_step_saved_again_replaces_the_earlier_one(tmp_path):
-    save(tmp_path, 5, "old")
-    folder = save(tmp_path, 5, "new")
-    assert (folder / "model.safetensors").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
-
-
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), OSError(5, "Input/output error")])
 def test_a_complete_save_that_did_not_get_its_name_gets_it_at_the_next_start(tmp_path, monkeypatch, fault):
     folder = save(tmp_path, 5, "old")
@@ -312,15 +298,15 @@ def test_the_clock_saves_beside_the_steps(options, tmp_path):
     assert read_json(tmp_path / "run" / "run.json")["results"]["saves"]["number"] == 4
 
 
-def test_muon_on_other_ranks_is_refused_with_its_reason(tmp_path):
-    muon = type("MuonWithAuxAdam", (), {})()
-    engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=muon, _optimizer_step=print))
-    with pytest.raises(UserError, match="states of Muon are resumed only on the ranks"):
-        restore(engine, None, str(save(tmp_path, 5)))
-
-
-@pytest.mark.parametrize("swap", ["swap_optimizer", "params_in_nvme_and_cpu"])
-def test_weights_or_states_on_nvme_are_not_restored(tmp_path, swap):
-    engine = SimpleNamespace(optimizer=SimpleNamespace(_optimizer_step=print, **{swap: True}))
-    with pytest.raises(UserError, match="with weights and states in GPU or host memory"):
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ({"optimizer": type("MuonWithAuxAdam", (), {})()}, "states of Muon are resumed only on the ranks"),
+        ({"swap_optimizer": True}, "with weights and states in GPU or host memory"),
+        ({"params_in_nvme_and_cpu": True}, "with weights and states in GPU or host memory"),
+    ],
+)
+def test_what_cannot_be_restored_on_other_ranks_is_refused(tmp_path, optimizer, message):
+    engine = SimpleNamespace(optimizer=SimpleNamespace(_optimizer_step=print, **optimizer))
+    with pytest.raises(UserError, match=message):
         restore(engine, None, str(save(tmp_path, 5)))

@@ -87,11 +87,6 @@ def test_sections_of_run_json_are_added_and_replaced_and_the_first_write_stays_i
     assert sorted(path.name for path in folder.iterdir()) == ["run.json"]
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(UserError, match=f"{tmp_path}: is not a run folder: it has no run.json"):
-        read_run(str(tmp_path))
-
-
 def test_an_overwrite_removes_what_a_run_wrote_and_nothing_else(tmp_path):
     write_checkpoint(tmp_path, 5)
     write_run(str(tmp_path), status="done")

@@ -105,8 +105,6 @@ PROBLEMS = {
         "frozen": ["embed_token$"]
     },
     "trainable and frozen leave nothing to train": {"trainable": ["lm_head"], "frozen": ["lm_head"]},
-    "learning_rates: 'lora_B' finds no parameter that is trained": {"learning_rates": {"lora_B": 2}},
-    "trainable: 'norm' finds no parameter that is trained": {"trainable": ["norm"], "method": "lora"},
 }
 
 

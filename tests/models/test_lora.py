@@ -81,16 +81,6 @@ REFUSED = {
     "lora_options: peft.tuners.lora.config.LoraConfig() got multiple values for keyword argument 'r'": {
         "lora_options": {"r": 8}
     },
-    "lora_options: init_lora_weights=pissa_niter_4 is not supported here; choose from": {
-        "lora_options": {"init_lora_weights": "pissa_niter_4"}
-    },
-    "lora_options: `layers_to_transform` cannot be used when `target_modules` is a str": {
-        "lora_options": {"layers_to_transform": [1]}
-    },
-    "lora_options: The argument lora_bias=True is not supported for DoRA": {
-        "lora_options": {"lora_bias": True},
-        "use_dora": True,
-    },
 }
 
 

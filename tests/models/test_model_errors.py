@@ -50,21 +50,6 @@ def test_a_path_that_is_not_there_is_called_a_path(problems_of, tmp_path, name):
     assert len(problems) == 1 and f"adapter={name}: no such folder" in problems[0], problems
 
 
-@pytest.mark.parametrize("architecture", ["t5", "clip"])
-def test_an_architecture_of_another_kind_is_named_without_a_list_of_classes(problems_of, tiny, tmp_path, architecture):
-    folder = shutil.copytree(tiny / "model", tmp_path / architecture)
-    transformers.CONFIG_MAPPING[architecture]().save_pretrained(folder)
-    problems = problems_of(model=str(folder))
-    assert len(problems) == 1 and f"its architecture {architecture} is no causal language model" in problems[0]
-    assert len(problems[0]) < 250
-
-
-def test_a_gguf_file_is_told_from_a_config(problems_of, tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\x00")
-    problems = problems_of(model=str(tmp_path / "model.gguf"))
-    assert len(problems) == 1 and "GGUF is a format for inference" in problems[0], problems
-
-
 def test_the_folder_of_a_run_leads_to_the_model_inside_it(problems_of, tiny, tmp_path):
     run, data = tmp_path / "runs", str(tiny / "texts.jsonl")
     for inside in ("checkpoint-5", "checkpoint-20", "checkpoint-100", "final"):

@@ -13,7 +13,6 @@ from quantized import as_fp8, describe, write_certain_model
 from ranks import PROBE, train_all
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.quantizers.auto import get_hf_quantizer
-from transformers.quantizers.quantizer_fbgemm_fp8 import FbgemmFp8HfQuantizer
 
 from dsft.api import evaluate_all
 from dsft.checkpoints.export import merge
@@ -22,7 +21,7 @@ from dsft.errors import UserError
 from dsft.models import build
 from dsft.models.build import build_model, weight_problems
 from dsft.models.measure import measure_model
-from dsft.models.package import format_problems, quantization_on_disk, unpacking_config
+from dsft.models.package import quantization_on_disk, unpacking_config
 from dsft.planner.memory import Job, ZeroLayout
 from dsft.runtime.hardware import Machine
 from dsft.setup.arguments import ignored_options
@@ -121,22 +120,6 @@ def test_weights_of_a_package_may_be_quantised_by_its_text_config_alone(tmp_path
     facts = measure_model(TrainConfig(model=str(model), method="lora"))
     assert facts.size.quantization.format == "gptq"
     assert weight_problems(str(model), facts) == [], "left to what knows the format, which asks for a package"
-
-
-def test_what_transformers_cannot_train_is_refused_before_loading(fp8, monkeypatch):
-    config = AutoConfig.from_pretrained(fp8[0])
-    config.quantization_config = {"quant_method": "fbgemm_fp8"}
-    problems = {}
-    for here in (False, True):
-        if here:
-            monkeypatch.setattr(FbgemmFp8HfQuantizer, "validate_environment", lambda *_, **__: None)
-        on_disk = quantization_on_disk(config, trained=True)
-        problems[here] = format_problems("m", config, on_disk, dtype=torch.bfloat16, trained=True)
-    assert "cannot be computed here" in problems[False][0]
-    assert problems[True] == [
-        "model=m: quantised as fbgemm_fp8, over which transformers cannot train adapters; use the model that it was"
-        " made from"
-    ]
 
 
 @pytest.mark.parametrize(

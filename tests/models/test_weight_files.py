@@ -30,7 +30,7 @@ from dsft.errors import UserError
 from dsft.models.adapters import add_lora
 from dsft.models.build import check_weights, load_weights
 from dsft.models.measure import measure_model
-from dsft.models.model_folder import has_only_shards, step_folder
+from dsft.models.model_folder import step_folder
 from dsft.models.weight_files import FP32, ZeroShards, load_pickle, model_identity, safe_unpickling
 
 STEP = "checkpoint-2/global_step2"
@@ -167,16 +167,6 @@ def test_a_forced_weights_only_load_ends_with_its_context(tmp_path, monkeypatch)
     assert (tmp_path / "trace").exists()
 
 
-def test_shards_without_the_shapes_of_their_parameters_are_refused(tmp_path):
-    torch.save({"optimizer_state_dict": {}}, tmp_path / SHARDS[1])
-    torch.save({"module": {}}, tmp_path / SHARDS[0])
-    with pytest.raises(UserError, match="has no param_shapes"):
-        ZeroShards(tmp_path)
-    torch.save({"param_shapes": [{"weight": torch.Size([2])}]}, tmp_path / SHARDS[0])
-    with pytest.raises(UserError, match="has no partition_count"):
-        ZeroShards(tmp_path)
-
-
 def write_shards(folder, parameters: dict[str, torch.Tensor], *, world: int, stage: int) -> None:
     """Cut parameters among ranks as DeepSpeed's stage does, with twice their values as exp_avg."""
     folder.mkdir()
@@ -252,23 +242,6 @@ def test_a_copy_of_another_ranks_file_is_noticed(tmp_path):
     shutil.copy(first, last)
     with pytest.raises(UserError, match="elements of weight; are the files of all ranks there"):
         ZeroShards(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "files", "is_so"),
-    [
-        ("checkpoint-2", ["global_step2/a.pt"], True),
-        ("checkpoint-2", ["global_step2/a.pt", "model.safetensors"], False),
-        ("checkpoint-2", ["model.safetensors"], False),
-        ("global_step2", ["a.pt"], True),
-        ("nowhere", [], False),
-    ],
-)
-def test_weights_lie_in_shards_alone_where_no_others_are_beside_them(tmp_path, name, files, is_so):
-    for file in files:
-        (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name / file).touch()
-    assert has_only_shards(str(tmp_path / name)) == is_so
 
 
 def test_shards_of_accelerate_s_save_state_are_read(tmp_path):
