@@ -76,10 +76,10 @@ def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samp
     """Print sequences as the model will see them, what is left out and why, and statistics."""
     import numpy as np
 
-    from dsft.data.epoch import PackedRows, sequences_in
+    from dsft.data.epoch import sequences_in
 
     items = data.items
-    is_packed = isinstance(items, PackedRows)
+    is_packed = items.groups is not None
     for index in np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist():
         sequences = sequences_in([items[index]])
         tokens = sum(len(sequence["input_ids"]) for sequence in sequences)
@@ -103,7 +103,7 @@ def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samp
         for name, why in store.facts["first"].items():
             show_text(f"{store.counts[name]} {name.replace('_', ' ')}, the first: {why}")
 
-    lengths = (items.sequences if is_packed else items).lengths
+    lengths = items.ends - items.starts
     median, most = np.quantile(lengths, [0.5, 0.95])
     show_text(f"lengths: {lengths.min()} shortest, {median:.0f} median, {most:.0f} for 95 %, {lengths.max()} longest")
     show_text(f"trained fraction: {data.counts['trained_tokens'] / data.counts['tokens']:.1%}")

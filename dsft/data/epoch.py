@@ -40,19 +40,26 @@ def sequences_in(items: Iterable[Sequence | list[Sequence]]) -> list[Sequence]:
     return [sequence for item in items for sequence in (item if isinstance(item, list) else [item])]
 
 
-class Items(torch.utils.data.Dataset):
-    """The items of an epoch: sequences, or lists of sequences that share a row. An index beyond the last one returns a
-    blank item, which fills an epoch's last step.
+@dataclass(eq=False, repr=False)
+class Sequences(torch.utils.data.Dataset):
+    """The items of an epoch: N sequences, read on access, or packed rows of them. An index beyond the last item returns
+    a blank one, which fills an epoch's last step.
     """
 
-    lengths: np.ndarray  # in tokens
-    stores: list[Store]  # sources of the items
+    stores: list[Store]
+    places: np.ndarray  # [N]: index in `stores`, in which the sequence is from `starts` [N] to `ends` [N]
+    starts: np.ndarray
+    ends: np.ndarray
+    groups: list[np.ndarray] | None = None
+    """Indices of the sequences of each packed row; None if each sequence is an item."""
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each item. A pass over all sequences: read it once, not for each item."""
+        lengths = self.ends - self.starts
+        if self.groups is None:
+            return lengths
+        return np.array([lengths[group].sum() for group in self.groups])
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -62,50 +69,23 @@ class Items(torch.utils.data.Dataset):
             content.update(store.facts["tokens_hash"].encode())
         return {"sequences of data": len(self), "content of data": content.hexdigest()[:16]}
 
-
-@dataclass(eq=False, repr=False)
-class Sequences(Items):
-    """N sequences, read on access."""
-
-    stores: list[Store]
-    places: np.ndarray  # [N]: index in `stores`, in which the sequence is from `starts` [N] to `ends` [N]
-    starts: np.ndarray
-    ends: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """[N]. A pass over all sequences: read it once, not for each item."""
-        return self.ends - self.starts
-
     def __len__(self) -> int:
-        return len(self.places)  # without `lengths`, a pass over all: this is called for each item
+        return len(self.places if self.groups is None else self.groups)
 
-    def __getitem__(self, index: int) -> Sequence:
-        if index >= len(self):
-            return BLANK
-        place = self.places[index]
-        start = self.starts[index]
-        end = self.ends[index]
-        store = self.stores[place]
-        span = slice(start, end)
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Sequence | list[Sequence]:
+        is_blank = index >= len(self)
+        if self.groups is None:
+            return BLANK if is_blank else self._read(index)
+        return [BLANK] if is_blank else [self._read(of_row) for of_row in self.groups[index]]
+
+    def _read(self, index: int) -> Sequence:
+        store = self.stores[self.places[index]]
+        span = slice(self.starts[index], self.ends[index])
         weights = None if store.weights is None else store.weights[span]
         return sequence(store.tokens[span], store.trained[span], weights)
-
-
-class PackedRows(Items):
-    """Items that are lists of sequences, one list per packed row."""
-
-    def __init__(self, sequences: Sequences, groups: list[np.ndarray]):
-        self.sequences = sequences
-        self.groups = groups
-        self.stores = sequences.stores
-        lengths = sequences.lengths
-        self.lengths = np.array([lengths[group].sum() for group in groups])
-
-    def __getitem__(self, index: int) -> list[Sequence]:
-        if index >= len(self):
-            return [BLANK]
-        return [self.sequences[i] for i in self.groups[index]]
 
 
 def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> Sequences:
@@ -218,7 +198,7 @@ def repeated(items: Iterable[Any], micro_batch: int, ranks: int) -> Iterator[Any
 class EpochSampler(torch.utils.data.Sampler):
     """Yields a permutation of the items for each epoch, then blank ones."""
 
-    items: Items
+    items: Sequences
     _: KW_ONLY
     per_step: int
     seed: int

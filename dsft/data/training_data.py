@@ -11,7 +11,6 @@ from dsft.config.options import DataFields, TrainConfig, shuffle_seed
 from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
 from dsft.data.epoch import (
     Collator,
-    PackedRows,
     Sequences,
     best_fit,
     count,
@@ -148,7 +147,7 @@ def check_prompts(
 class TrainingData:
     """The data of one training."""
 
-    items: Sequences | PackedRows
+    items: Sequences
     collator: Callable[[list], dict[str, Any]]
     held_out: Sequences | None
     counts: dict[str, Any]
@@ -214,14 +213,13 @@ def load_training_data(
                 f"data: {store.facts['source']}: no trainable tokens in {store.counts['rows']} rows"
                 f" ({describe_counts(store.counts) or 'all are held out'}); look at too_long and train_on"
             )
-    sequences = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing)
-    counts = count(sequences)
-    items: Sequences | PackedRows = sequences
+    items = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing)
+    counts = count(items)
     strategy = config.training.get("train_sampling_strategy") or "batch_rebalance"
     if config.packing:
         strategy = "random"
-        lengths = sequences.lengths
-        items = PackedRows(sequences, best_fit(lengths, config.seq_len))
+        lengths = items.lengths
+        items = replace(items, groups=best_fit(lengths, config.seq_len))
         counts["packed_rows"] = len(items)
         counts["fill_rate"] = round(float(lengths.sum() / (len(items) * config.seq_len)), 4)
     # Nodes without a common cache have prepared separately, and their files may differ. Collective.

@@ -197,16 +197,15 @@ def _find_base(base: str | None, models: list[str]) -> str:
 
 def told_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
     """Drop copies of a result, and return results of one model in two dtypes or attentions under different names."""
-    by_settings: dict[tuple, Evaluation] = {}
+    by_key: dict[Key, dict[tuple, Evaluation]] = defaultdict(dict)
     for each in evaluations:
         settings = [str(each.options[name]) for name in COMPUTED_BY if each.options.get(name)]
-        by_settings.setdefault((each.key, ", ".join(settings), each.perplexity.nats), each)
-    settings_of: dict[Key, set[str]] = defaultdict(set)
-    for key, settings, _ in by_settings:
-        settings_of[key].add(settings)
+        by_key[each.key].setdefault((", ".join(settings), each.perplexity.nats), each)
     unlike = []
-    for (key, settings, _), each in by_settings.items():
-        unlike.append(replace(each, model=f"{each.model} ({settings})") if len(settings_of[key]) > 1 else each)
+    for results in by_key.values():
+        has_several = len({settings for settings, _ in results}) > 1
+        for (settings, _), each in results.items():
+            unlike.append(replace(each, model=f"{each.model} ({settings})") if has_several else each)
     return unlike
 
 

@@ -48,7 +48,7 @@ from dsft.checkpoints.save import (
 from dsft.config import user_code
 from dsft.config.deepspeed import get_value, offloads, stage
 from dsft.config.options import shuffle_seed
-from dsft.data.epoch import EpochSampler, Items, Sequences
+from dsft.data.epoch import EpochSampler, Sequences
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
 from dsft.job import beat as watchdog
@@ -254,7 +254,7 @@ class PerplexityTrainer(Trainer):
         optimizer.param_groups[:] = groups
         return optimizer
 
-    def _get_train_sampler(self, train_dataset: Items | None = None) -> torch.utils.data.Sampler | None:
+    def _get_train_sampler(self, train_dataset: Sequences | None = None) -> torch.utils.data.Sampler | None:
         """The same order on any number of ranks."""
         return EpochSampler(
             train_dataset if train_dataset is not None else self.train_dataset,
