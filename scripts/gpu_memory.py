@@ -21,6 +21,8 @@ COLUMNS = {
     "LoRA, 8 GPUs": ("lora", 8, False),
 }
 """Column -> method, GPUs, whether the optimizer or parameters are offloaded."""
+SMALL_CARDS = (8, 12)
+"""GB of cards without an entry of their own: --gpus 1x8GB."""
 CARD_SIZES = {
     "T4": "16 GB (T4)",
     "4090": "24 GB (3090, 4090)",
@@ -29,7 +31,7 @@ CARD_SIZES = {
     "L40S": "48 GB (L40S)",
     "H100": "80 GB (A100, H100)",
     "H200": "141 GB (H200)",
-    "B200": "180 GB (B200)",
+    "B200": "192 GB (B200)",
 }
 HEAD = f"""# How much GPU memory do I need?
 
@@ -82,7 +84,8 @@ def page() -> str:
             num_bytes = least_bytes(runs[method], gpus, offloaded=offloaded)
             cells.append(f"{num_bytes / GiB:.1f}" if num_bytes < 100 * GiB else f"{num_bytes / GiB:,.0f}")
         rows.append(f"| {model} | {' | '.join(cells)} |")
-    sizes = [f"| {name} | {CARDS[key].usable_gib:.1f} |" for key, name in CARD_SIZES.items()]
+    sizes = [f"| {size} GB | {size * GB / GiB:.1f} |" for size in SMALL_CARDS]
+    sizes += [f"| {name} | {CARDS[key].usable_gib:.1f} |" for key, name in CARD_SIZES.items()]
     cards = ["| card | GiB that programs see |", "|---|---|", *sizes]
     return "\n".join([HEAD, *rows, "", *cards, FOOT])
 
