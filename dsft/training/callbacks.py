@@ -207,9 +207,9 @@ SCREEN = {
     "mfu": "MFU",
     "eval_loss": "held-out loss",
     "eval_perplexity": "perplexity",
+    "num_input_tokens_seen": "tokens",
     "peak_gpu_gib": "peak_gpu_gib",
     "peak_host_gib": "peak_host_gib",
-    "num_input_tokens_seen": "tokens",
     "skipped_steps": "skipped_steps",
     "eval_tokens": "eval_tokens",
 }
