@@ -81,7 +81,7 @@ SSH_OPTIONS = "-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax
 """No prompts, and an exit within a minute if a link is cut; by default ssh would wait for hours."""
 SESSION_ENDED = re.compile(rb"pdsh@[^:]*: (\S+): ssh exited with exit code (\d+)")
 PLAIN_PATH = re.compile(r"[\w@+=:,./-]+")  # a path that needs no quotes in a shell
-END_SECONDS = 4.0  # for the launcher to exit itself after a failure or a signal; then it is killed
+END_SECONDS = 4.0  # for the launcher to exit on its own after a failure or a signal; then it is killed
 KILL_SECONDS = 5.0
 LAST_WORDS_SECONDS = 5.0  # for the store to name the cause after the launcher has exited
 SEND_SECONDS = 30.0
@@ -405,7 +405,7 @@ class _Store(threading.Thread):
         self.is_closed = False
         self.last_answer = time.monotonic()
         self.orders: dict[str, str] = {}
-        """Keys to write as soon as the ranks can read them, and their values."""
+        """Keys and values to write as soon as the ranks can read them."""
 
     def run(self) -> None:
         while not self.is_closed:

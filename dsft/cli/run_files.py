@@ -30,7 +30,7 @@ COUNTED_ROWS = 500
 
 
 def write_run_file(options: InitOptions) -> None:
-    """Write the file. Raises UserError if the data cannot be read or have an unknown format, FileExistsError."""
+    """Write the file. Raises UserError if the data cannot be read or have an unknown format, or FileExistsError."""
     path = Path(options.out)
     problems: list[str] = []
     sources = find_sources(options.data, TrainConfig(), key="data", problems=problems)
@@ -71,7 +71,7 @@ def write_run_file(options: InitOptions) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a new file. Raises FileExistsError."""
+    """Write a new file. Raises FileExistsError if it exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x", encoding="utf-8") as file:
         file.write(text)

@@ -519,7 +519,7 @@ def prepare(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place.with_name(f"{place.name}.lock"), fallback_to_soft=False)  # a soft one outlives a kill
-        with lock.acquire(cancel_check=watchdog.heartbeat):  # waits as long as another process works
+        with lock.acquire(cancel_check=watchdog.heartbeat):  # no time limit: another process may be preparing
             if not (place / FACTS).is_file():
                 _write(data, tokenizer, place, preparation, show_progress)
     except (OSError, NotImplementedError) as error:
@@ -586,7 +586,7 @@ def _tokenised(
         num_workers=workers,
         worker_init_fn=_end_with_parent,
         multiprocessing_context="fork",
-        generator=torch.Generator(),  # the loader draws a seed, which other ranks do not draw from the global generator
+        generator=torch.Generator(),  # its own: the loader draws a seed, and ranks that prepare nothing do not
     )
     try:
         for tokens in loader:

@@ -1,1 +1,1 @@
-"""What is wrong with the machines of a run."""
+"""Finds problems of a run's machines."""

@@ -99,7 +99,7 @@ BEAT_SECONDS = 1.0
 IMPORT_SECONDS = 60.0  # beside the rendezvous, which has its own limit and message
 STORE_SECONDS = 20.0  # for an answer of the store
 COLLECT_SECONDS = 3.0  # from the first stalled rank to the choice among all
-LEAVE_SECONDS = 3.0  # for a rank to exit itself with the same error as another
+LEAVE_SECONDS = 3.0  # for a rank to exit on its own with the same error as another
 SPREAD_SECONDS = 2.5  # for all ranks to read the cause, and one to print it, before the first exit
 PROGRESS_BYTES = 1 << 20  # read or written: this much counts as progress in the phases of MOVES_FILES
 MOVES_FILES = ("loading", "saving")
@@ -502,9 +502,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
-    """Report that this rank is about to exit with `exit_code` and these messages; returns whether rank 0 will print
-    them.
-    """
+    """Report that this rank is about to exit with `exit_code` and these messages; return whether rank 0 prints them."""
     global _beat
     if _beat is None:
         return False

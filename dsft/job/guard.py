@@ -14,7 +14,7 @@ import sys
 import time
 
 PAUSE_SECONDS = 5.0  # between two checks: a longer pause means that this process was stopped too, with the whole job
-LAUNCHER_SECONDS = 5.0  # for the launcher to exit itself, and again after SIGTERM
+LAUNCHER_SECONDS = 5.0  # for the launcher to exit on its own, and again after SIGTERM
 
 
 def is_stopped(pid: int) -> bool:

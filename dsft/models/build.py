@@ -347,7 +347,7 @@ def check_weights(options: TrainConfig | EvalConfig, facts: ModelFacts, *, local
 
 
 def _read(model: str, load: Callable[..., tuple[PreTrainedModel, dict]]) -> tuple[PreTrainedModel | None, list[str]]:
-    """Returns what transformers loads, and the tensors that were not loaded as they are on disk, by its report."""
+    """Returns the model that `load` returns, and problems: tensors not loaded as they are on disk, by its report."""
     try:
         # Mismatched tensors are then in the report, like missing ones.
         loaded, info = load(output_loading_info=True, ignore_mismatched_sizes=True)

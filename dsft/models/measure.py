@@ -51,7 +51,7 @@ from dsft.models.package import (
 from dsft.models.weight_files import has_untied_head, weight_bytes_in
 
 USUAL_MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("usual_models.json").read_text("utf-8"))
-"""Each config.json on the hub, from the fewest parameters to the most."""
+"""config.json of each repository on the hub, from the fewest parameters to the most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,8 +301,8 @@ def max_positions(text: PreTrainedConfig) -> int | None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the decoder layers, by transformers' class for all layers, those of towers too. If one contains another
-    (Zamba), only the outer one.
+    """Returns the decoder layers, found by transformers' class for layers, which towers also use. If one contains
+    another (Zamba), only the outer one.
     """
     has_towers = model.config.get_text_config() is not model.config
     decoder = model.get_decoder() if has_towers else model

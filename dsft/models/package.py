@@ -87,7 +87,7 @@ def from_config(
 
 def freeze_unreached(model: PreTrainedModel) -> PreTrainedModel:
     """Freezes parameters that a text loss has no gradient for: towers, their projectors, Mllama's cross attention,
-    indexers. Left trainable, they would get optimizer states and `weight_decay` without ever a gradient.
+    indexers. Left trainable, they would get optimizer states and `weight_decay`, but never a gradient.
     """
     beginnings = unreached(model)
     for name, parameter in model.named_parameters():

@@ -83,7 +83,7 @@ class Team:
             samples_BT = (rows_BT == 0).cumsum(dim=1)
             mask_B1TT = (samples_BT[:, None, :, None] == samples_BT[:, None, None, :]).tril_()
 
-        name = model.config.get_text_config()._attn_implementation  # as transformers has it
+        name = model.config.get_text_config()._attn_implementation  # key of transformers' table
         function = ALL_ATTENTION_FUNCTIONS[name]
 
         def exchanging(module: nn.Module, query, key, value, _mask, **options):

@@ -150,7 +150,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
         templates = tokenizer.chat_template or ""  # a text, or several by name (for tools)
         template = templates if isinstance(templates, str) else "".join(templates.values())
         in_template = dict.fromkeys(re.findall(MARKER, template))
-        # Those that the tokenizer splits into several tokens.
+        # Markers that the tokenizer splits into several tokens.
         markers = [text for text in in_template if len(tokenizer(text, add_special_tokens=False)["input_ids"]) > 1]
         if not in_template:
             problems.append(

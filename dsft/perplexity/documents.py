@@ -47,7 +47,7 @@ BESIDE_CONTENT = {
 class Documents(Preparation):
     """Prepares a document for each row."""
 
-    max_documents: int | None = None  # only the first so many; no further row is read
+    max_documents: int | None = None  # number of rows to read; None for all
     version: int = 10  # of the stored data; part of the fingerprint, like all fields
 
     def rows(self, rows: Iterator[Row], rules: FormatRules) -> Iterator[Row]:

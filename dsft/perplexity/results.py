@@ -62,7 +62,7 @@ TOKEN_COLUMNS = pyarrow.schema({"document": "int64", "position": "int64", "token
 
 
 def finite(report: Any) -> Any:
-    """Return what JSON can hold of a report: None for NaN and infinite numbers."""
+    """Replace NaN and infinite numbers of a report by None: JSON has neither."""
     return json.loads(json.dumps(report), parse_constant=lambda _: None)
 
 
