@@ -62,7 +62,7 @@ def export(
     """
     folder = find_weights(source)
     target = Path(out)
-    if is_gguf(out):
+    if is_gguf(target.name.lower()):
         raise UserError(f"{out}: dsft writes a folder of safetensors; name one, and convert it with llama.cpp")
     check_new_folder(out)
     verify_weights(str(folder))

@@ -244,6 +244,7 @@ def test_export_refuses_what_it_would_lose_or_cannot_find(tiny, tmp_path):
         (tiny / "model", tmp_path / "full", "choose a new folder"),
         (tmp_path / "no", tmp_path / "o", "is not a folder"),
         (tiny / "model", tmp_path / "out.gguf", "dsft writes a folder of safetensors"),
+        (tiny / "model", f"{tmp_path}/out.GGUF/", "dsft writes a folder of safetensors"),
         (tmp_path / "full", tmp_path / "o", "neither safetensors"),
     ):
         with pytest.raises(UserError, match=part):
