@@ -222,9 +222,7 @@ def _set_schedule(scheduler: Any, optimizer: Any, shards: ZeroShards, checkpoint
         return
     num_groups = len(optimizer.param_groups)
     for key in ("_last_lr", "base_lrs"):  # a callback may have changed them
-        if (
-            key in then and len(then[key]) != num_groups
-        ):  # groups without parameters were added or removed: the others have one rate
+        if key in then and len(then[key]) != num_groups:  # groups without parameters: the others share a rate
             then[key] = then[key][:1] * num_groups
     if "lr_lambdas" in now:
         then["lr_lambdas"] = now["lr_lambdas"]

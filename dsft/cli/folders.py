@@ -156,9 +156,7 @@ def run_chat(options: ChatOptions) -> str | None:
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
         )
-        if (
-            tokenizer.response_template and not options.chat_template
-        ):  # separates reasoning, which later turns leave out
+        if tokenizer.response_template and not options.chat_template:  # finds reasoning, which later turns leave out
             with contextlib.suppress(ValueError):  # the answer does not match the template
                 return {"content": ""} | tokenizer.parse_response(made, prefix=ids)
         content = tokenizer.decode(made, skip_special_tokens=True)

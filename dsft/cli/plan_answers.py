@@ -249,9 +249,7 @@ def answer_longest(options: PlanOptions, run: TrainingRun) -> bool:
     job = dataclasses.replace(run.job, micro_batch=1, accumulation=1, sequences_per_step=None)
 
     def plan_of(length: int) -> Plan:
-        attention = attention_of(
-            run.model, seq_len=length, masked=run.masked
-        )  # lengths above a sliding window need a mask
+        attention = attention_of(run.model, seq_len=length, masked=run.masked)  # a mask above a sliding window
         changed = dataclasses.replace(job, seq_len=length, attention=attention)
         return plan_run(dataclasses.replace(run, job=changed), must_fit=False).plan
 

@@ -524,9 +524,7 @@ def _text(content: Any, place: str) -> str:
 
 def _weight(given: dict[str, Any], place: str) -> float:
     weight = given.get("weight", 1)
-    if (
-        isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT
-    ):  # refuses NaN too
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:  # or NaN
         raise ValueError(
             f"{place} has the weight {weight!r:.40}; it must be a number from 0 (not trained) to {MOST_WEIGHT:,}"
         )

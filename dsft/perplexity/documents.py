@@ -36,11 +36,7 @@ from dsft.perplexity.modes import MODES, Windows, find_mode
 from dsft.units import one_of, plural
 
 MOST_GROUPS = 1_000
-BESIDE_CONTENT = {
-    "reasoning_content",
-    "tool_calls",
-    "weight",
-}  # keys of a message beside its content that change what is scored
+BESIDE_CONTENT = {"reasoning_content", "tool_calls", "weight"}  # other keys of a message that change what is scored
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,10 +134,7 @@ def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
         address = first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"])
         number = int(given["SLURM_JOB_ID"])
     variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
-    variables |= {
-        "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_PORT": str(20_000 + number % 10_000),
-    }  # two jobs rarely share one
+    variables |= {"LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": str(20_000 + number % 10_000)}  # rarely shared
     return variables | ({"MASTER_ADDR": address} if address else {})
 
 
