@@ -188,7 +188,7 @@ def restore(engine: Any, scheduler: Any, checkpoint: str) -> None:
         if "step" in counter and shards.step is not None:
             step = counter["step"]
             counter["step"] = step.fill_(shards.step) if torch.is_tensor(step) else shards.step
-    # Recompute the 16-bit weights from the fp32 ones.
+    # Recompute the model's weights from the fp32 masters.
     if is_stage_3:
         for group in range(len(flats)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)

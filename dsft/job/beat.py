@@ -134,7 +134,7 @@ class _Progress:
     phase: str = "starting"
     step: int = -1
     last_time: float = field(default_factory=time.monotonic)
-    """Of the last progress."""
+    """Time of the last progress."""
     log: Path | None = None
     """The file that this rank logs to."""
     run_file: Path | None = None

@@ -38,7 +38,7 @@ AUTO_CLASSES = (
     (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
     (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
 )
-"""In the order of trial."""
+"""In the order in which they are tried."""
 UNREACHED = {
     "git": ("git.image_encoder.", "git.visual_projection."),
     "phi4_multimodal": ("model.embed_tokens_extend.",),
