@@ -243,9 +243,7 @@ def count_tokens(run: TrainingRun) -> float | None:
 
 
 def answer_longest(options: PlanOptions, run: TrainingRun) -> bool:
-    """Print the longest sequence that fits, with one sequence at a time per GPU, or per group of GPUs that share one;
-    return whether any fits.
-    """
+    """Print the longest sequence that fits, one at a time per GPU or per group that shares one; return if any fits."""
     job = dataclasses.replace(run.job, micro_batch=1, accumulation=1, sequences_per_step=None)
 
     def plan_of(length: int) -> Plan:

@@ -58,8 +58,7 @@ last two each time it loads the adapter.
 TOKEN_FIELDS = ("trainable_token_indices", "token_indices")
 """Fields of an adapter's config with the tokens whose rows it trains: of LoRA, and of the type TRAINABLE_TOKENS."""
 ROWS_MULTIPLE = 64
-"""A grown vocabulary is padded to a multiple of this: matrix products of other widths take a GPU up to a third longer.
-"""
+"""A grown vocabulary is padded to a multiple of this: products of other widths take a GPU up to a third longer."""
 WRAPPERS = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 LORA_PLUS = r"\.lora_(embedding_)?B\."
 """The matrices that start at zero (arXiv 2402.12354)."""

@@ -103,8 +103,7 @@ class ModelSize:
     lora_r: int
     """Rank of the adapters (the option's, for a type without one); 0 in full finetuning."""
     quantization: Quantization | None
-    """Format of an adapter's base, by qlora or as it is on disk, and of a model that is scored; None for plain weights.
-    """
+    """Format of an adapter's base (qlora's, or the one on disk) or of a scored model; None for plain weights."""
 
     @property
     def trained_share(self) -> float:
@@ -154,9 +153,7 @@ def without_zero_init() -> Iterator[None]:
 
 
 def empty_model(config: PreTrainedConfig, **options) -> PreTrainedModel:
-    """Returns the architecture with parameters on the meta device: names and shapes, no memory. `options`: of
-    `from_config`.
-    """
+    """Returns the architecture on the meta device: names and shapes, no memory. `options`: of `from_config`."""
     with without_zero_init(), torch.device("meta"):
         return from_config(config, **options)
 

@@ -46,9 +46,7 @@ def folder_of(model: str) -> Path:
 
 
 def described_in(model: str) -> str:
-    """Returns the folder of `model`'s config and tokenizer: beside a config file or a `global_step` folder, else
-    `model` itself.
-    """
+    """Returns the folder of config and tokenizer: that of a config file or a `global_step` folder, else `model`."""
     return str(Path(model).parent) if is_bare_config(model) or is_step_folder(model) else model
 
 

@@ -125,9 +125,7 @@ def share_of(batch: dict[str, Any], place: int, size: int) -> dict[str, Any]:
 
 @functools.cache
 def team_of(size: int) -> Team:
-    """Split the ranks into teams of `size`, which divides their number, and return this rank's. The first call is
-    collective.
-    """
+    """Split the ranks into teams of `size`, a divisor of their number; return this rank's. First call: collective."""
     if size == 1:
         return ALONE
     number, _, teams = Team(size=size).position()

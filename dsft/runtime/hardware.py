@@ -199,9 +199,7 @@ def default_ranks() -> int:
 
 
 def cpu_rank_bytes(host_bytes: int, ranks: int) -> int:
-    """Return the device memory of one of a node's CPU ranks: its share of the host's, without 15 % for system and
-    launcher.
-    """
+    """Return the device memory of a CPU rank: its share of the host's, without 15 % for system and launcher."""
     return int(0.85 * host_bytes / ranks)
 
 
