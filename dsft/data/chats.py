@@ -28,7 +28,7 @@ _EMPTY_THINKING = re.compile(
     r"|<\|START_THINKING\|>\s*<\|END_THINKING\|>)\s*"
 )
 _THINKING_END = re.compile(r"(?:</(?:think|thinking|thought|seed:think)>|<channel\|>|\[/THINK\]|<\|END_THINKING\|>)\s*")
-_DAY = re.compile(r"""strftime_now\(["']([^"']*)["']\)""")
+_DAY = re.compile(r"""strftime_now\(\s*["']([^"']*)["']\s*\)""")
 _THINKING_OPENS = re.compile(r"<think>\s*$")
 _CLOSED_THINKING = "\n</think>\n\n"  # as templates write it after reasoning
 _WAY_OUT = (

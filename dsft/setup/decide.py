@@ -452,8 +452,7 @@ def _first_day(options: TrainConfig) -> Decision:
     day = None
     if given := options.training.get("resume_from_checkpoint"):
         folder = Path(given).parent if Path(str(given)).is_dir() else Path(options.training["output_dir"])
-        if run_folder.is_run(folder):
-            day = run_folder.read_options_of_run(str(folder)).get("chat_date")
+        day = run_folder.known_run(folder).get("config", {}).get("chat_date")
     return Decision("chat_date", day or date.today().isoformat(), "the chat template prints the day of the first start")
 
 
