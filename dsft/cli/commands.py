@@ -238,7 +238,7 @@ _RUN_OPTIONS = "Takes the options of dsft train beside its own; output_dir may b
 COMMANDS = {
     "init": Command("write a commented run.yaml to begin with", "dsft.cli.run_files:write_run_file", InitOptions),
     "convert": Command(
-        "a configuration of axolotl, LLaMA-Factory or TRL as a run.yaml",
+        "turn a configuration of axolotl, LLaMA-Factory or TRL into a run.yaml",
         "dsft.cli.run_files:convert_file",
         ConvertOptions,
         details=_CONVERTED,
@@ -247,39 +247,42 @@ COMMANDS = {
         "finetune on all GPUs of this machine", "", LaunchOptions, TrainConfig, frozenset(_TRAIN.split()), _LAUNCHED
     ),
     "eval": Command(
-        "perplexity on all GPUs of this machine", "", LaunchOptions, EvalConfig, frozenset(_EVAL.split()), _LAUNCHED
+        "measure perplexity on all GPUs of this machine",
+        "",
+        LaunchOptions,
+        EvalConfig,
+        frozenset(_EVAL.split()),
+        _LAUNCHED,
     ),
-    "compare": Command(
-        "results of dsft eval against each other, with intervals", "dsft.cli.folders:run_compare", CompareOptions
-    ),
+    "compare": Command("compare results of dsft eval, with intervals", "dsft.cli.folders:run_compare", CompareOptions),
     "report": Command(
-        "one page about runs: curves, perplexity, memory, time, options",
+        "write one page about runs: curves, perplexity, memory, time, options",
         "dsft.cli.folders:run_report",
         ReportOptions,
         details="Results of dsft eval over several models in a run's folder, or beside it, are part of the page.",
     ),
     "launch": Command(
-        "train or eval on many nodes, which are examined first",
+        "train or evaluate on many nodes, which are examined first",
         "",
         LaunchOptions,
         details="dsft launch train --help lists the options of the training.",
     ),
     "plan": Command(
-        "which DeepSpeed configuration fits, and how fast it is",
+        "show which DeepSpeed configuration fits, and how fast it is",
         "dsft.cli.plan:run",
         PlanOptions,
         TrainConfig,
         details=_PLANNED,
     ),
     "doctor": Command(
-        "what is wrong with the machines of a run, and how to fix it",
+        "find what is wrong with the machines of a run, and how to fix it",
         "dsft.cli.doctor:run",
         DoctorOptions,
         TrainConfig,
         details=_DOCTOR,
     ),
     "preview": Command(
-        "some samples as the model will see them",
+        "show some samples as the model will see them",
         "dsft.cli.data:run",
         PreviewOptions,
         TrainConfig,
@@ -292,13 +295,15 @@ COMMANDS = {
         TrainConfig,
         details=_RUN_OPTIONS,
     ),
-    "checkpoints": Command("what a run can resume from", "dsft.cli.folders:show_checkpoints", FolderOptions),
-    "verify": Command("whether a checkpoint is as it was written", "dsft.cli.folders:verify_checkpoint", FolderOptions),
-    "export": Command(
-        "a run or checkpoint as a plain Hugging Face folder", "dsft.cli.folders:export_or_merge", ExportOptions
+    "checkpoints": Command("list what a run can resume from", "dsft.cli.folders:show_checkpoints", FolderOptions),
+    "verify": Command(
+        "check that a checkpoint is as it was written", "dsft.cli.folders:verify_checkpoint", FolderOptions
     ),
-    "merge": Command("an adapter merged into its base model", "dsft.cli.folders:export_or_merge", MergeOptions),
+    "export": Command(
+        "write a run or checkpoint as a plain Hugging Face folder", "dsft.cli.folders:export_or_merge", ExportOptions
+    ),
+    "merge": Command("merge an adapter into its base model", "dsft.cli.folders:export_or_merge", MergeOptions),
     "chat": Command("talk to a run, a checkpoint or an exported model", "dsft.cli.folders:run_chat", ChatOptions),
-    "quickstart": Command("the whole job on a small real model", "dsft.cli.quickstart:run", QuickstartOptions),
+    "quickstart": Command("run the whole job on a small real model", "dsft.cli.quickstart:run", QuickstartOptions),
 }
 """Name -> command, in the order of `dsft --help`."""
