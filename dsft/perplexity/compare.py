@@ -265,13 +265,9 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
                 f"{other.protocol or f'mode {other.mode}'} also scores tokens that a tokenizer puts between or before"
                 " texts, or leaves first tokens out" + "; mode rolling compares the texts alone" * mode.is_text
             )
-        ratios = []
-        sums = []
-        for each in (after, before):
-            bytes_scored = int(each.document_bytes[is_scored_D].sum())
-            ratios.append(math.fsum(each.document_nats[is_scored_D]) / bytes_scored)
-            sums.append(units_of(each, each.document_nats, None, is_scored_D=is_scored_D)[0])
-        per_byte = Estimate(ratios[0] - ratios[1], *ratio_interval(sums[0], 2, sums[1]))
+        sums = [units_of(each, each.document_nats, None, is_scored_D=is_scored_D)[0] for each in (after, before)]
+        ratio, base_ratio = (nats_U.sum() / bytes_U.sum() for nats_U, _, bytes_U in sums)
+        per_byte = Estimate(float(ratio - base_ratio), *ratio_interval(sums[0], 2, sums[1]))
     better = int((change_D < 0).sum())
     worse = int((change_D > 0).sum())
     order = np.argsort(change_D, kind="stable").tolist()  # the largest gain first, the largest loss last

@@ -124,11 +124,7 @@ def _load(
     share = len(candidates)  # models that share the memory
     machine = replace(machine, device_bytes=machine.device_bytes // share, host_bytes=machine.host_bytes // share)
     # On one rank, since measured speeds may differ between hosts.
-    zero = distributed.on_rank_0(
-        lambda: [
-            choose_zero(each, machine, dtype) if each.config.zero == "auto" else each.config.zero for each in candidates
-        ]
-    )
+    zero = distributed.on_rank_0(lambda: [choose_zero(each, machine, dtype) for each in candidates])
     for each, name in zip(candidates, zero, strict=True):
         stage = 0 if name == "0" else 3
         raise_if_any(check_sharding(each.facts.size, stage=stage, model=each.config.model))
@@ -141,7 +137,11 @@ def _load(
 
 
 def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
-    """Return the planner's choice: a copy per rank if it fits, else shards. Raises UserError if nothing fits."""
+    """Return the option `zero`, for auto the planner's choice: a copy per rank if it fits, else shards. Raises
+    UserError if nothing fits.
+    """
+    if candidate.config.zero != "auto":
+        return candidate.config.zero
     plan = plan_evaluation(
         candidate.facts,
         machine,

@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from dsft.config.options import UNQUANTISED
 from dsft.errors import UserError
 from dsft.perplexity.modes import Windows
 from dsft.perplexity.sums import (
@@ -263,11 +262,12 @@ class Evaluation:
             )
         if self.verified_difference is not None:
             rows["verified"] = f"largest relative difference to full logits {self.verified_difference:.1e}"
-        quantization = self.options.get("quantization", UNQUANTISED)
-        quantised = f", quantised as {quantization}" if quantization != UNQUANTISED else ""
+        quantization = self.options["quantization"]
+        settings = (
+            f"{self.options['dtype']}, quantization {quantization}, ZeRO {self.zero}, {plural(self.ranks, 'rank')}"
+        )
+        rows["computed as"] = f"{settings}, {result.fed_tokens / self.seconds:,.0f} tokens/s"
         peaks = [f"{name} {value / GiB:.2f} GiB" for name, value in self.peak_memory_bytes.items()]
-        rows["computed as"] = f"{self.options['dtype']}{quantised}, ZeRO {self.zero}, {plural(self.ranks, 'rank')}"
-        rows["speed"] = f"{result.fed_tokens / self.seconds:,.0f} tokens/s, {self.seconds:.1f} s"
         rows["peak memory per rank"] = ", ".join(peaks)
         return rows
 

@@ -213,7 +213,7 @@ def score(scorers: list[ChunkedHead], batch: dict[str, torch.Tensor]) -> torch.T
     inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
     is_scored_BT = targets_BT != IGNORED
     outputs = [scorer.run(**inputs)[is_scored_BT] for scorer in scorers]
-    columns = [torch.zeros(len(COLUMNS) if len(scorers) > 1 else 1, 0)]
+    columns = []
     with contextlib.ExitStack() as gathered:
         for scorer in scorers:
             gathered.enter_context(scorer.weights())
@@ -222,8 +222,6 @@ def score(scorers: list[ChunkedHead], batch: dict[str, torch.Tensor]) -> torch.T
             rows = max(1, scored_rows(scorers[0].config.get_text_config().vocab_size) // 8)
         parts = [each.split(rows) for each in (targets_BT[is_scored_BT], *outputs)]
         for targets_R, *outputs_R in zip(*parts, strict=True):
-            if not len(targets_R):
-                continue
             if len(scorers) > 1:
                 logits = [scorer.logits(output) for scorer, output in zip(scorers, outputs_R, strict=True)]
                 columns_KR = compare_logits(*logits, targets_R)

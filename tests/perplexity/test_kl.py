@@ -179,7 +179,7 @@ def test_a_reference_with_another_tokenizer_or_head_is_refused(tiny, tmp_path):
     for reference, part in (
         (other, "predicts other tokens than .* set tokenizer; else .* dsft compare"),
         (wider, "predicts other tokens than .*model, and KL needs"),
-        (tmp_path / "nowhere", "^reference=.*nowhere: no such folder or file$"),
+        (tmp_path / "nowhere", "^reference=.*nowhere: no such folder or file"),
     ):
         with pytest.raises(UserError, match=part):
             evaluate(**options_for(tiny, tiny / "model", reference=str(reference)), progress=False)
