@@ -182,7 +182,6 @@ def run(options: QuickstartOptions) -> None:
         raise UserError(f"{folder}: is not empty; remove it, or choose a new folder")
     base = folder / "base"
     steps = STEPS
-    write_orders(folder, base=base)
     set_up_screen()
     failure: str | None = "--offline"
     if not options.offline:
@@ -194,6 +193,8 @@ def run(options: QuickstartOptions) -> None:
         write_demo_data(folder)
         base = folder / SMALL_MODEL
         steps = {"a small model, trained on Python's language reference": FULL} | STEPS
+    else:
+        write_orders(folder, base=base)
     for number, (title, command) in enumerate(steps.items(), start=1):
         words = [word.format(folder=folder, base=base) for word in command.split()]
         show_text(f"\ndsft: step {number} of {len(steps)}: {title}")

@@ -58,7 +58,7 @@ def draw(curves: list[Curve]) -> str:
     for curve in curves:
         every = math.ceil(len(curve.points) / MOST_POINTS)
         xs, ys = numpy.transpose(curve.points[::every])
-        colour = f"var(--series-{curve.colour % NUM_COLOURS})"
+        colour = f"var(--series-{curve.colour})"
         lines = {f"stroke:{colour};stroke-width:2": ys}
         if not curve.has_dots and len(ys) > SMOOTHED:
             smooth = pandas.Series(ys).rolling(SMOOTHED, center=True, min_periods=1).mean()
