@@ -126,8 +126,8 @@ def test_a_resume_from_a_poisoned_file_ends_on_all_ranks_before_anything_runs(co
         manifest = read_manifest(checkpoint) | {"files": files}
         (checkpoint / MANIFEST).write_text(json.dumps(sealed(manifest)))
     else:
-        (checkpoint / MANIFEST).unlink()
-        (run / "run.json").unlink()
+        (checkpoint / MANIFEST).unlink()  # as of another tool
+        (run / "final" / MANIFEST).unlink()
     words = flags(options(run, zero="2", max_steps=3, resume_from_checkpoint="auto", lost_timeout=10))
     codes: list[int] = []
     refused = run_entry("dsft.train", words, world=2, codes=codes)
