@@ -238,7 +238,7 @@ _RUN_OPTIONS = "Takes the options of dsft train beside its own; output_dir may b
 COMMANDS = {
     "init": Command("write a commented run.yaml to begin with", "dsft.cli.run_files:write_run_file", InitOptions),
     "convert": Command(
-        "turn a configuration of axolotl, LLaMA-Factory or TRL into a run.yaml",
+        "turn a file of axolotl, LLaMA-Factory or TRL into a run.yaml",
         "dsft.cli.run_files:convert_file",
         ConvertOptions,
         details=_CONVERTED,
@@ -256,7 +256,7 @@ COMMANDS = {
     ),
     "compare": Command("compare results of dsft eval, with intervals", "dsft.cli.folders:run_compare", CompareOptions),
     "report": Command(
-        "write one page about runs: curves, perplexity, memory, time, options",
+        "write a page about runs: curves, perplexity, memory, options",
         "dsft.cli.folders:run_report",
         ReportOptions,
         details="Results of dsft eval over several models in a run's folder, or beside it, are part of the page.",
