@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from dsft.config.options import UNQUANTISED
 from dsft.errors import UserError, raise_if_any
 from dsft.perplexity.modes import WINDOW_OPTIONS, find_mode
 from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Key, Results, frame, on_data
@@ -199,7 +200,8 @@ def told_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
     """Drop copies of a result, and return results of one model in two dtypes or attentions under different names."""
     by_key: dict[Key, dict[tuple, Evaluation]] = defaultdict(dict)
     for each in evaluations:
-        settings = [str(each.options[name]) for name in COMPUTED_BY if each.options.get(name)]
+        values = [each.options.get(name) for name in COMPUTED_BY]
+        settings = [str(value) for value in values if value not in (None, UNQUANTISED)]
         by_key[each.key].setdefault((", ".join(settings), each.perplexity.nats), each)
     unlike = []
     for results in by_key.values():

@@ -18,6 +18,7 @@ from dsft.perplexity.sums import Perplexity
 
 HASHES = {"texts": "t", "tokens": "k", "windows": "w"}
 OPTIONS = {"mode": "rolling", "seq_len": 32, "stride": None, "scope": "corpus", "bos": "auto", "separator": "eos"}
+OPTIONS["quantization"] = "none"
 
 
 def evaluation(model: str, seed: int, *, documents: int = 40, blocks: int = 0, **changes) -> Evaluation:
