@@ -153,11 +153,12 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return content | {SEAL: hashlib.sha256(text.encode()).hexdigest()}
 
 
-def read_trainer_state(folder: Path) -> dict[str, Any]:
+def read_trainer_state(checkpoint: str | Path) -> dict[str, Any]:
     """Return the Trainer's state in a checkpoint. Raises UserError if it is not one."""
-    state = read_object(folder / TRAINER_STATE)
+    path = Path(checkpoint) / TRAINER_STATE
+    state = read_object(path)
     if not isinstance(state.get("global_step"), int):
-        raise UserError(f"{folder / TRAINER_STATE}: has no global_step; use another checkpoint")
+        raise UserError(f"{path}: has no global_step; use another checkpoint")
     return state
 
 
@@ -206,15 +207,14 @@ def content_errors(folder: Path, files: list[Path]) -> list[str]:
     return errors
 
 
-def prune(output_dir: str | Path, *, limit: int | None, best: str | None, newest: Path | None = None) -> None:
+def prune(output_dir: str | Path, *, limit: int | None, best: str | None, newest: Path) -> None:
     """Remove the oldest checkpoints beyond `limit`, except the newest and the `best`.
-    `newest`: by default the one of the highest step. Those of higher steps are from an abandoned continuation (they are
-    damaged, for example), and are removed first.
+    `newest`: what was just saved. Those of higher steps are from an abandoned continuation (they are damaged, for
+    example), and are removed first.
     """
     folders = checkpoints(output_dir)
     if not limit or len(folders) <= limit:
         return
-    newest = newest or folders[-1]
     keep = {newest}
     for folder in folders:
         if best and folder.resolve() == Path(best).resolve():

@@ -182,7 +182,7 @@ def is_finished(checkpoint: str, training: dict[str, Any], *, patience: int | No
     """Return whether nothing is left to train after `checkpoint`, by `patience` (early_stopping_patience), max_steps or
     else num_train_epochs. Raises UserError if the checkpoint has no Trainer state.
     """
-    state = read_trainer_state(Path(checkpoint))
+    state = read_trainer_state(checkpoint)
     stopping = (state.get("stateful_callbacks") or {}).get("EarlyStopping")  # from training/callbacks.py
     if patience and stopping and stopping["attributes"]["early_stopping_patience_counter"] >= patience:
         return True

@@ -477,7 +477,7 @@ def resume_decisions(
     checkpoint = run_folder.last_checkpoint(options)
     if not checkpoint:
         return None, [], False
-    read_trainer_state(Path(checkpoint))
+    read_trainer_state(checkpoint)
     if facts:
         now = {TRAINED_ELEMENTS: facts.size.num_trainable, "seed of the order": shuffle_seed(training)}
         check_identity(checkpoint, now)
@@ -582,7 +582,7 @@ def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
             f"zero={choice.plan.zero}: zero_hpz_partition_size={hpz_ranks} does not divide the {machine.world_size}"
             " ranks; use zero 3"
         )
-    raise_if_any([*problems, *check_sharding(job.size, stage=stage(config), model=options.model)])
+    raise_if_any(problems)
     if must_fit and not choice.plan.fits and options.memory_check:
         other = choose_plan(dataclasses.replace(job, checkpointing=None), machine, left_out=refused).plan
         way_out = "use more GPUs or nodes, method lora, or a smaller per_device_train_batch_size or seq_len"

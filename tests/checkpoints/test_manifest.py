@@ -138,7 +138,8 @@ def test_a_complete_save_that_did_not_get_its_name_gets_it_at_the_next_start(tmp
 def test_the_newest_and_the_best_stay(tmp_path, limit, best, left):
     for step in (5, 10, 15, 20):
         save(tmp_path, step)
-    prune(tmp_path, limit=limit, best=best and str(checkpoint_folder(tmp_path, best)))
+    best = best and str(checkpoint_folder(tmp_path, best))
+    prune(tmp_path, limit=limit, best=best, newest=checkpoint_folder(tmp_path, 20))
     assert checkpoints(tmp_path) == [checkpoint_folder(tmp_path, step) for step in left]
     assert not (tmp_path / ".saving").exists()
 
