@@ -404,13 +404,12 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: 
         if given.get("channel") == "analysis" and used <= {"role", "content", "channel"}:
             analysis += _text(given.get("content"), f"message {number}")
             continue
-        given = _without_channel(given)
-        if analysis:
-            given["reasoning_content"] = analysis
-        message, is_call = _message(given, number, schemas)
+        message, is_call = _message(_without_channel(given), number, schemas)
         is_answer = message["role"] == "assistant"
-        if analysis and (not is_answer or number - 1 == num_given):
-            break
+        if analysis.strip():
+            if not is_answer or number - 1 == num_given or "reasoning_content" in message:
+                break
+            message["reasoning_content"] = analysis
         analysis = ""
         if is_answer and number <= num_given:
             message["weight"] = 0
@@ -428,7 +427,10 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: 
         else:
             chat.append(message)
     if analysis:
-        raise ValueError("no answer follows the message of the channel analysis, which is the reasoning of an answer")
+        raise ValueError(
+            "no answer follows the message of the channel analysis, which is the reasoning of an answer, or the answer"
+            " has other reasoning too"
+        )
     if not any(message["role"] == "assistant" and message.get("weight", 1) for message in chat):
         raise EmptyAnswer("no turn of an assistant, or each has weight 0")
     system = _system(row, rules)
@@ -613,8 +615,9 @@ def _real_values(value: Any, schema: Any) -> Any:
     properties = schema.get("properties") or {}
     real = {}
     for key, item in value.items():
-        if item is not None or _allows_null(properties.get(key)):
-            real[key] = _real_values(item, properties.get(key))
+        of_item = properties.get(key, schema.get("additionalProperties"))
+        if item is not None or _allows_null(of_item):
+            real[key] = _real_values(item, of_item)
     return real
 
 

@@ -342,6 +342,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: boo
     bos = tokenizer.bos_token_id
     for ids in encoded["input_ids"]:
         has_second = special and bos is not None and ids[:2] == [bos, bos]
+        if special and bos is not None and ids[:3:2] == [bos, bos]:
+            has_second = not tokenizer.decode(ids[1]).strip()  # the text has a blank before it
         yield ids[1:] if has_second else ids
 
 

@@ -30,8 +30,11 @@ MPI_NAMES = {
 }
 """Rank, number of ranks, and the same within the node, in the variables of each mpirun."""
 MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
-LEFT_OVER = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE")
-"""Variables of an earlier `accelerate launch`, which would override `dtype` and the machine."""
+LEFT_OVER = (
+    *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"),
+    "ACCELERATE_DYNAMO_BACKEND",
+)
+"""Variables of an earlier `accelerate launch`, which would override `dtype`, the machine and `torch_compile`."""
 LOOPBACK = "127.0.0.1"
 SINGLE_PROCESS_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK}
 """Launcher variable -> its value in a process without a launcher. MASTER_PORT is any free port."""

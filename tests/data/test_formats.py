@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 
 from dsft.config.options import EvalConfig, TrainConfig
-from dsft.data.formats import CHAT_COLUMNS, COLUMNS, Chat, Pair, canonical, format_rules, unused_columns
+from dsft.data.formats import CHAT_COLUMNS, COLUMNS, REASONING, Chat, Pair, canonical, format_rules, unused_columns
 from dsft.data.sources import Row
 
 MANUAL = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
@@ -191,6 +191,9 @@ def test_analysis_is_the_reasoning_of_what_follows_and_commentary_for_a_function
             made({"messages": [QUESTION, final, QUESTION, analysis, *follows]})
     with pytest.raises(ValueError, match="no answer follows the message of the channel analysis"):
         made({"prompt": [QUESTION, final, QUESTION, analysis], "completion": [final]})
+    for key in REASONING:
+        with pytest.raises(ValueError, match="the answer has other reasoning too"):
+            made({"messages": [QUESTION, analysis, final | {key: "It says so."}]})
 
 
 @pytest.mark.parametrize(
@@ -221,6 +224,10 @@ def test_null_is_an_argument_or_a_default_where_the_tool_s_schema_allows_it_and_
     written = made({"messages": [QUESTION, calling('{"angle": null}')], "tools": json.dumps([tool])})
     assert written.tools == [tool]  # JSON that is text has no filler
     assert written.messages[1]["tool_calls"][0]["function"]["arguments"] == {"angle": None}
+    others = {"gauge": {"type": "object", "additionalProperties": SCHEMA["since"]}}
+    tool = {"name": "level", "parameters": {"type": "object", "properties": others}}
+    chat = made({"messages": [QUESTION, calling({"gauge": {"any": None}})], "tools": [tool]})
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"gauge": {"any": None}}
     choices = {"gauge": {"enum": ["g", None]}}
     tool = {"name": "level", "parameters": {"type": "object", "properties": choices}}
     chat = made({"messages": [QUESTION, calling({"gauge": None})], "tools": [tool]})

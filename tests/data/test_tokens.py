@@ -410,6 +410,9 @@ def test_a_text_rendered_before_gets_no_second_bos_and_end_token(tokenizer):
     for text in ("big", "<|user|>big", "<|user|>big<|end|>", "big<|end|>"):
         assert begins.decode(made([{"text": text}], begins).ids) == "<|user|>big<|end|>"
     assert begins.decode(made([{"text": "big<|end|>\n"}], begins).ids) == "<|user|>big<|end|>\n"
+    for text in (" <|user|>big<|end|>", "\n<|user|>big<|end|>"):
+        assert begins.decode(made([{"text": text}], begins).ids) == text, "a blank before it"
+    assert begins.decode(made([{"text": "a<|user|>big"}], begins).ids) == "<|user|>a<|user|>big<|end|>"
     pair = {"prompt": "<|user|>big ", "completion": "small<|end|>"}
     assert begins.decode(made([pair], begins).ids) == "<|user|>big small<|end|>"
 
