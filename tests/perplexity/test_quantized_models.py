@@ -100,7 +100,7 @@ def test_what_cannot_be_quantised_or_sharded_is_refused_with_the_way_out(tiny, t
     for changes, part in (
         ({"quantization": ["int8"], "model": [str(plain / "config.json")]}, "has none; name a folder or hub id"),
         ({"model": [fp8], "zero": "3"}, "weights are quantised \\(fp8\\), .* under ZeRO-3 .*; use zero 0 or auto"),
-        ({"model": [new]}, "quantised as of_tomorrow, which this transformers does not know"),
+        ({"model": [new]}, "quantised as of_tomorrow, unknown to this transformers"),
         ({"model": [str(tmp_path / "model.gguf")]}, "no such folder or file"),
     ):
         problems = refusals(tiny, **changes)
