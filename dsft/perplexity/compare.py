@@ -261,11 +261,11 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
             per_byte = Estimate((after.nats - before.nats) / after.bytes, *ratio_interval(sums_KU, 2))
     else:
         notes.append("two tokenizers: only bits per byte and byte perplexity can be compared")
-        mode = find_mode(other.mode)
-        if not mode.scores_text_alone:
+        if other.mode != "rolling":  # which scores all bytes of the texts, and no token that a tokenizer adds
+            way_out = "; mode rolling compares the texts alone" if find_mode(other.mode).is_text else ""
             notes.append(
                 f"{other.protocol or f'mode {other.mode}'} also scores tokens that a tokenizer puts between or before"
-                " texts, or leaves first tokens out" + "; mode rolling compares the texts alone" * mode.is_text
+                f" texts, or leaves first tokens out{way_out}"
             )
         sums = [units_of(each, each.document_nats, None, is_scored_D=is_scored_D)[0] for each in (after, before)]
         ratio, base_ratio = (nats_U.sum() / bytes_U.sum() for nats_U, _, bytes_U in sums)

@@ -278,8 +278,6 @@ class Mode:
     windows: Callable[[EvalConfig, Prepare], Windows]
     is_text: bool = True
     """Whether it is for texts, else for prompts with completions and chats."""
-    scores_text_alone: bool = False
-    """Whether all bytes of the texts are scored, and no token that a tokenizer adds before or between them."""
     bos_replaces_first: bool = False
     """Whether BOS replaces the first input token of every window, if the tokenizer adds one to a text."""
     seq_len: int | None = None
@@ -289,7 +287,7 @@ class Mode:
 MODES = {
     "windows": Mode(windows=_windows),
     "sliding": Mode(windows=_sliding),
-    "rolling": Mode(windows=_rolling, scores_text_alone=True),
+    "rolling": Mode(windows=_rolling),
     "answers": Mode(windows=_answers, is_text=False),
 }
 """Values of the option `mode`. `auto` is the first that fits the data."""
