@@ -252,10 +252,8 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
         if isinstance(module, (*LINEAR, nn.Embedding)) and not f"{name}.".startswith(left_out):
             layers.append(name)
             linear.add(name.rpartition(".")[2])
-    named = {"lora_target_modules": (options.lora_target_modules, layers)}
-    named["lora_modules_to_save"] = (options.lora_modules_to_save, modules)
-    for option, (targets, names) in named.items():
-        for target in targets:
+    for option, names in (("lora_target_modules", layers), ("lora_modules_to_save", modules)):
+        for target in getattr(options, option):
             if target != ALL_LINEAR and not any(_is_meant(name, [target]) for name in names):
                 problems.append(
                     f"{option}: {target!r} matches no layer of {options.model} that can be trained so; its linear"
