@@ -185,28 +185,28 @@ def load_training_data(
         masked: whether padded batches have an attention mask.
         place, shared_by: of this rank among those that share every batch.
     """
-    share = held_out_share = None
+    notes = notes_on_unread([*data, *held_out])
     if config.eval_fraction and not config.eval_data:
-        share = HeldOut(fraction=config.eval_fraction, seed=shuffle_seed(config.training), wanted=False)
-        held_out_share = replace(share, wanted=True)
+        share = HeldOut(fraction=config.eval_fraction, seed=shuffle_seed(config.training), wanted=True)
+        held_out = [replace(each, held_out=share) for each in data]
+        data = [replace(each, held_out=replace(share, wanted=False)) for each in data]
     cache = cache_folder(config.data_cache)
 
-    def stores_of(sources: list[FormattedSource], rows: HeldOut | None) -> list[Store]:
+    def stores_of(sources: list[FormattedSource]) -> list[Store]:
         shown = not config.training.get("disable_tqdm")  # by the process that prepares
-        return [prepare(replace(each, held_out=rows), tokenizer, cache, show_progress=shown) for each in sources]
+        return [prepare(each, tokenizer, cache, show_progress=shown) for each in sources]
 
-    held_out_stores = stores_of(data if held_out_share else held_out, held_out_share)
-    if held_out_share and not any(store.counts["rows"] for store in held_out_stores):
-        names = ", ".join(formatted.source.name for formatted in data)
+    held_out_stores = stores_of(held_out)
+    if held_out_stores and not any(store.counts["rows"] for store in held_out_stores):
         raise UserError(
-            f"eval_fraction={config.eval_fraction} of {names} is less than one row; raise it or set eval_data"
+            f"eval_fraction={config.eval_fraction} of the data is less than one row; raise it or set eval_data"
         )
     held_out_sequences = held_out_counts = None
     if held_out_stores:
         held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, keep_documents=False)
         held_out_counts = count(held_out_sequences)
 
-    stores = stores_of(data, share)
+    stores = stores_of(data)
     for store in stores:
         if not store.counts["trained_tokens"]:
             raise UserError(
@@ -245,7 +245,7 @@ def load_training_data(
         prompts=sample_prompts(config, data, tokenizer, held_out_sequences),
         held_out_sets=tuple(config.held_out_names),
         strategy=strategy,
-        notes=_notes(data, tokenizer, stores) + notes_on_unread([*data, *held_out]),
+        notes=_notes(data, tokenizer, stores) + notes,
     )
 
 
