@@ -6,18 +6,19 @@ Imports no library itself.
 """
 
 import contextlib
-import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 PATCHES = {
     # Under ZeRO-3 it gathers the rows of trained tokens on CUDA only, and fails on CPU ranks (seen in peft 0.21.2).
-    "token_rows": "peft.tuners.trainable_tokens.layer:TrainableTokensLayer._collect_token_weights",
+    "token_rows": "peft.tuners.trainable_tokens.layer.TrainableTokensLayer._collect_token_weights",
     # In ZeRO 0 it creates bf16 optimizer states by a step that decays weights and that Adam counts (DeepSpeed 0.19.8).
-    "first_step_of_zeros": "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.initialize_optimizer_states",
+    "first_step_of_zeros": "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer.initialize_optimizer_states",
 }
-"""Name of a patch -> the replaced `module:Class.method`, below its reason and the newest version that needs it."""
+"""Name of a patch -> the replaced `module.Class.method`, below its reason and the newest version that needs it."""
 
 WITHOUT = "DSFT_WITHOUT_PATCH"
 """Variable with the name of a patch to leave out, to show that it is needed (tests/without_patches.py)."""
@@ -29,18 +30,6 @@ def is_applied(name: str) -> bool:
     return os.environ.get(WITHOUT) != name
 
 
-@contextlib.contextmanager
-def replaced(name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+def replaced(name: str, replacement: Callable[..., Any]) -> AbstractContextManager:
     """Replace a method of a library inside a `with`."""
-    if not is_applied(name):
-        yield
-        return
-    module, _, place = PATCHES[name].partition(":")
-    class_name, method = place.split(".")
-    owner = getattr(importlib.import_module(module), class_name)
-    original = getattr(owner, method)
-    setattr(owner, method, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, method, original)
+    return mock.patch(PATCHES[name], replacement) if is_applied(name) else contextlib.nullcontext()
