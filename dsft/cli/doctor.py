@@ -1,5 +1,6 @@
 """`dsft doctor`: options -> nodes -> examination -> table and findings, or JSON, and the exit code."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -52,7 +53,7 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
         )
     if not is_launched or rank() == 0:
         if options.json:
-            show_text(json.dumps(report.as_dict(), indent=2))
+            show_text(json.dumps({"ok": not report.has_errors} | dataclasses.asdict(report), indent=2))
         else:
             show(report, only_findings=options.only_findings)
     code = EXIT_USER_ERROR if report.has_errors else 0

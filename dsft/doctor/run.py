@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,6 @@ class Report:
     @property
     def has_errors(self) -> bool:
         return any(each.severity == "error" for each in self.findings)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the report for --json."""
-        return {"ok": not self.has_errors} | asdict(self)
 
     def check(self, clock_offsets: dict[str, float]) -> None:
         """Adds the findings of facts and measurements."""

@@ -218,5 +218,4 @@ def address_of(host: str) -> str | None:
     return outgoing_address("192.0.2.1") if ipaddress.ip_address(address).is_loopback else address
 
 
-SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=3", "ServerAliveCountMax=3")
-SSH = ["ssh", *(word for option in SSH_OPTIONS for word in ("-o", option))]
+SSH = ["ssh", "-oBatchMode=yes", "-oConnectTimeout=5", "-oServerAliveInterval=3", "-oServerAliveCountMax=3"]
