@@ -125,30 +125,24 @@ def test_a_complete_save_that_did_not_get_its_name_gets_it_at_the_next_start(tmp
 
 
 @pytest.mark.parametrize(
-    ("limit", "best", "left"),
+    ("limit", "best", "newest", "left"),
     [
-        (2, None, [15, 20]),
-        (2, 5, [5, 20]),
-        (1, None, [20]),
-        (1, 5, [5, 20]),
-        (None, None, [5, 10, 15, 20]),
-        (3, 20, [10, 15, 20]),
+        (2, None, 20, [15, 20]),
+        (2, 5, 20, [5, 20]),
+        (1, None, 20, [20]),
+        (1, 5, 20, [5, 20]),
+        (None, None, 20, [5, 10, 15, 20]),
+        (3, 20, 20, [10, 15, 20]),
+        (2, None, 10, [5, 10]),  # those of later steps are damaged: their future was given up
     ],
 )
-def test_the_newest_and_the_best_stay(tmp_path, limit, best, left):
+def test_the_newest_and_the_best_stay(tmp_path, limit, best, newest, left):
     for step in (5, 10, 15, 20):
         save(tmp_path, step)
     best = best and str(checkpoint_folder(tmp_path, best))
-    prune(tmp_path, limit=limit, best=best, newest=checkpoint_folder(tmp_path, 20))
+    prune(tmp_path, limit=limit, best=best, newest=checkpoint_folder(tmp_path, newest))
     assert checkpoints(tmp_path) == [checkpoint_folder(tmp_path, step) for step in left]
     assert not (tmp_path / ".saving").exists()
-
-
-def test_damaged_checkpoints_of_a_future_that_was_given_up_go_before_new_ones(tmp_path):
-    for step in (5, 10, 15, 20):
-        save(tmp_path, step)
-    prune(tmp_path, limit=2, best=None, newest=checkpoint_folder(tmp_path, 10))
-    assert checkpoints(tmp_path) == [checkpoint_folder(tmp_path, step) for step in (5, 10)]
 
 
 def staged(output_dir: Path) -> StagedSave:

@@ -155,10 +155,6 @@ def test_markers_of_a_template_become_special_tokens(tiny):
     ("changes", "problem"),
     [
         ({"add_tokens": [" "]}, "add_tokens: ' ' is not a text"),
-        (
-            {"add_tokens": ["markers"], "chat_template": "plain"},
-            "add_tokens: markers: no chat template has any",
-        ),
         ({"add_tokens": ["markers"]}, "add_tokens: markers: no chat template has any"),
         (
             {"method": "lora", "lora_modules_to_save": ["embed_tokens"], "add_tokens": ["<a>"]},
