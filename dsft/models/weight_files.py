@@ -176,11 +176,15 @@ def model_identity(
             commit = Path(cached.removesuffix(file)).name if isinstance(cached, str) else revision
             content.update(f"{name} {commit}".encode())
             continue
-        files = [path]
-        for folder in {path, Path(described_in(name))} if path.is_dir() else ():
-            inside = [*folder.glob("*"), *(step_folder(folder) or folder).glob("*")]  # deeper ones may belong to runs
-            files += [file for file in inside if file.suffix in endings or file.name == "latest"]
-        for file in sorted(file for file in set(files) if file.is_file() and file.name != RESULTS):
+        files = {path}
+        if path.is_dir():
+            folder = Path(described_in(name))
+            # Deeper ones may belong to runs.
+            inside = {*path.glob("*"), *folder.glob("*"), *(step_folder(folder) or folder).glob("*")}
+            files = {file for file in inside if file.suffix in endings or file.name == "latest"}
+        for file in sorted(files):
+            if not file.is_file() or file.name == RESULTS:
+                continue
             size = file.stat().st_size
             content.update(f"{file.name} {size}".encode())
             changed.update(f"{file.name} {file.stat().st_mtime_ns}".encode())
