@@ -226,7 +226,9 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         given = values.get("liger_kernel_config") or {}
         given = json.loads(given) if isinstance(given, str) else given
         values["liger_kernel_config"] = given | {"fused_linear_cross_entropy": False, "cross_entropy": False}
-    values.pop("push_to_hub", None)  # the Trainer would upload the run's folder; `finish` uploads final/
+    # The Trainer would upload the run's folder, and writes its arguments beside the weights; `finish` uploads final/.
+    for name in ("push_to_hub", "hub_token"):
+        values.pop(name, None)
     return TrainingArguments(**values)
 
 

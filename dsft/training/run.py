@@ -347,7 +347,7 @@ def push_final(training: Mapping[str, Any], final: Path) -> None:
         repo_id=repository.repo_id,
         folder_path=final,
         revision=training.get("hub_revision"),
-        ignore_patterns=[MANIFEST],
+        ignore_patterns=[MANIFEST, "training_args.bin"],  # of this machine
     )
     say(f"uploaded {final} to {repository.repo_id}")
 

@@ -82,6 +82,12 @@ def _told(many: list[TrainConfig]) -> list[tuple]:
     return told
 
 
+def test_no_token_is_in_the_arguments_that_lie_beside_the_weights(tmp_path):
+    training = {"output_dir": str(tmp_path), "push_to_hub": True, "hub_token": "hf_secret"}
+    arguments = training_arguments(TrainConfig(training=training), PLAN)
+    assert arguments.hub_token is None and not arguments.push_to_hub
+
+
 def test_tiles_keep_the_loss_beside_liger_s_other_kernels(monkeypatch):
     monkeypatch.setattr("dsft.setup.arguments.TrainingArguments", lambda **values: SimpleNamespace(**values))
 

@@ -131,6 +131,7 @@ def test_the_final_model_alone_is_uploaded(tmp_path, monkeypatch):
 
         def upload_folder(self, **options):
             uploads.append((options["repo_id"], options["folder_path"]))
+            assert "training_args.bin" in options["ignore_patterns"], "it has paths of this machine"
 
     monkeypatch.setattr(run, "HfApi", Hub)
     run.push_final({}, tmp_path / "my-run" / "final")
