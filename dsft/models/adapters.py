@@ -256,7 +256,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
         for target in getattr(options, option):
             if target != ALL_LINEAR and not any(_is_meant(name, [target]) for name in names):
                 problems.append(
-                    f"{option}: {target!r} matches no layer of {options.model} that can be trained so; its linear"
+                    f"{option}: {target!r} matches no layer of {options.model} that it can train; its linear"
                     f" layers and embeddings are {', '.join(sorted(linear))}"
                 )
     return problems
