@@ -116,12 +116,12 @@ def has_untied_head(model: str, tied: Mapping[str, str], revision: str | None = 
     """
     try:
         file_of = _last_files(find_files(model, WEIGHT_FILES, revision, local_files_only=True))
-        for names in tied.items():
-            tensors = [_tensor_like(name, file_of) for name in names if name.endswith(".weight")]
-            if len(tensors) < 2 or any(tensor is None for tensor in tensors):
+        for head_name, embedding_name in tied.items():
+            head = _tensor_like(head_name, file_of) if head_name.endswith(".weight") else None
+            if head is None:  # as in most files: the embedding, which is large, is not read
                 continue
-            head, embedding = tensors
-            if head.shape == embedding.shape and not torch.equal(head, embedding):
+            embedding = _tensor_like(embedding_name, file_of)
+            if embedding is not None and head.shape == embedding.shape and not torch.equal(head, embedding):
                 return True
     except UserError:  # reported when the files are loaded
         return False
