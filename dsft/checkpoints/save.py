@@ -114,9 +114,10 @@ class StagedSave:
         self.saves.largest_bytes = max(self.saves.largest_bytes, sum(entry["size"] for entry in files.values()))
 
     def _hash(self) -> dict[str, dict[str, Any]]:
-        """Return size and SHA-256 of each staged file by its path: the ranks of rank 0's node read a share each."""
-        nodes = distributed.from_all([distributed.this_node()])
-        readers = [number for number, node in enumerate(nodes) if node == nodes[0]]
+        """Return size and SHA-256 of each staged file by path; ranks that see the folder of rank 0 read a share each."""
+        status = self.staged.stat() if self.staged.exists() else None
+        folders = distributed.from_all([status and (distributed.this_node(), status.st_dev, status.st_ino)])
+        readers = [number for number, folder in enumerate(folders) if folder == folders[0]]
         written = distributed.on_rank_0(functools.partial(files_of, self.staged))
         mine = []
         if distributed.rank() in readers:
