@@ -114,7 +114,7 @@ class StagedSave:
         self.saves.largest_bytes = max(self.saves.largest_bytes, sum(entry["size"] for entry in files.values()))
 
     def _hash(self) -> dict[str, dict[str, Any]]:
-        """Return size and SHA-256 of each staged file by path; ranks that see the folder of rank 0 read a share each."""
+        """Return size and SHA-256 of each staged file by path; ranks that see rank 0's folder read a share each."""
         status = self.staged.stat() if self.staged.exists() else None
         folders = distributed.from_all([status and (distributed.this_node(), status.st_dev, status.st_ino)])
         readers = [number for number, folder in enumerate(folders) if folder == folders[0]]

@@ -85,7 +85,8 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
     machine = run.machine
     choice = plan_run(run, must_fit=False)
     plan = run.plan = choice.plan
-    ways = [] if plan.fits else ways_to_fit(training, machine)
+    nodes = () if options.hostfile else NODES  # a host file names all there are
+    ways = [] if plan.fits else ways_to_fit(training, machine, nodes)
     whole = whole_training(options.tokens, run, plan)
     if options.out:
         write_plan(Path(options.out), plan, run)
@@ -294,7 +295,7 @@ def write_plan(folder: Path, plan: Plan, run: TrainingRun) -> None:
     show_text(f"dsft: written: {folder / 'deepspeed.json'}", file=sys.stderr)
 
 
-def ways_to_fit(options: TrainConfig, machine: Machine) -> list[Alternative]:
+def ways_to_fit(options: TrainConfig, machine: Machine, nodes: Sequence[int]) -> list[Alternative]:
     """Return changes with which a training fits that does not: of each kind the smallest sufficient one. Those without
     an effect do not fit either.
     """
@@ -306,7 +307,7 @@ def ways_to_fit(options: TrainConfig, machine: Machine) -> list[Alternative]:
         "states": ["bfloat16"],
         "per_device_train_batch_size": [1],
         "sequence_parallel": [machine.ranks_per_node],
-        "nodes": [number for number in NODES if number > machine.nodes],
+        "nodes": [number for number in nodes if number > machine.nodes],
         "seq_len": [length for length in lengths if length >= SHORTEST],
     }
     return _ways(options, machine, kinds)
