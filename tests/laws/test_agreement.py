@@ -1,5 +1,6 @@
 """Ranks that were told different things end together, before weights load, with the field, the values and the hosts."""
 
+import json
 import os
 import socket
 from contextlib import ExitStack
@@ -9,7 +10,7 @@ from conftest import flags, read_json
 from ranks import on_ranks, started_entry, train
 
 from dsft.api import evaluate_all
-from dsft.checkpoints.manifest import MANIFEST
+from dsft.checkpoints.manifest import MANIFEST, sealed
 from dsft.config.deepspeed import CONFIG_DIR
 from dsft.config.options import EvalConfig
 from dsft.config.reader import make_config
@@ -75,13 +76,13 @@ def in_own_folder(folder: Path, function, *arguments) -> list[str]:
 
 def test_files_of_the_same_name_and_another_content_are_told(options, tiny, tmp_path):
     zero = (CONFIG_DIR / "zero3.json").read_text()
-    checkpoint = '{"step": 7, "files": {}, "world_size": 2, "run_identity": {"sequences per step": 4}}'
-    for node, bucket, manifest in (("node-0", "auto", checkpoint), ("node-1", "1000000", checkpoint.replace("7", "4"))):
+    manifest = {"files": {}, "world_size": 2, "run_identity": {"sequences per step": 4}}
+    for node, bucket, step in (("node-0", "auto", 7), ("node-1", "1000000", 4)):
         (tmp_path / node / "checkpoint-2" / "global_step2").mkdir(parents=True)
         (tmp_path / node / "zero.json").write_text(
             zero.replace('"reduce_bucket_size": "auto"', f'"reduce_bucket_size": {bucket!r}'.replace("'", '"'))
         )
-        (tmp_path / node / "checkpoint-2" / MANIFEST).write_text(manifest)
+        (tmp_path / node / "checkpoint-2" / MANIFEST).write_text(json.dumps(sealed(manifest | {"step": step})))
         (tmp_path / node / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 2, "epoch": 0.1}')
     told = options(tmp_path / "run", zero="zero.json", resume_from_checkpoint="checkpoint-2", max_steps=4)
     first, second = on_ranks(2, in_own_folder, tmp_path, train_as_told, [told, told])
