@@ -32,7 +32,7 @@ MPI_NAMES = {
 MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 LEFT_OVER = (
     *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"),
-    "ACCELERATE_DYNAMO_BACKEND",
+    *("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_MEGATRON_LM"),
 )
 """Variables of an earlier `accelerate launch`, which would override `dtype`, the machine and `torch_compile`."""
 LOOPBACK = "127.0.0.1"

@@ -124,6 +124,7 @@ def test_an_interface_that_does_not_exist_is_named(monkeypatch):
 def test_variables_of_an_earlier_launch_are_not_followed(monkeypatch):
     left = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_USE_CPU": "true", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
     left |= {"ACCELERATE_TORCH_DEVICE": "cuda", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+    left |= {"ACCELERATE_USE_MEGATRON_LM": "true"}
     for name, value in {**SINGLE_PROCESS_ENV, **left}.items():
         monkeypatch.setenv(name, value)
     map_launcher_variables()
