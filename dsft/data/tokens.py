@@ -596,6 +596,8 @@ def _tokenised(
                 raise tokens
             yield tokens
     except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
         raise UserError(f"a process that tokenised ended ({one_line(error)}); was it out of memory?") from None
 
 
