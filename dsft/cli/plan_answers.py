@@ -124,7 +124,10 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
         lines += [f"without offload: {describe_way(way)}" for way in ways_without_offload(training, plan, machine)]
         smaller = smaller_plan(run)
         if smaller:
-            lines.append(f"smaller: {plan_flags(smaller, run.job)} ({describe_cost(smaller)})")
+            flags = plan_flags(smaller, run.job)
+            if machine.world_size == 1 and not offloads(smaller.deepspeed_config):
+                flags = flags.removeprefix(f"--zero {smaller.zero} ")
+            lines.append(f"smaller: {flags} ({describe_cost(smaller)})")
     lines += [f"would fit: {describe_way(way)}" for way in ways]
     show_text("\n".join(lines))
     if options.explain:
@@ -227,7 +230,8 @@ def whole_training(tokens: float | None, run: TrainingRun, plan: Plan) -> tuple[
     if not tokens:
         return None
     epochs = training.get("num_train_epochs", TrainingArguments.num_train_epochs)
-    return tokens * epochs / plan.tokens_per_second, f"{epochs:g} epoch{'s' * (epochs != 1)}"
+    seconds = max(tokens / plan.tokens_per_second, plan.step_seconds) * epochs  # an epoch has at least one step
+    return seconds, f"{epochs:g} epoch{'s' * (epochs != 1)}"
 
 
 def count_tokens(run: TrainingRun) -> float | None:

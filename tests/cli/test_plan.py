@@ -58,7 +58,7 @@ def test_the_answer_is_a_few_lines(capsys):
     assert re.match(r"3 epochs: about [\d.]+ (h|days); ", lines[2])
     assert lines[3].startswith("dsft train --model Qwen/Qwen2.5-0.5B --seq_len 512 --method lora --data DATA")
     assert "ZeRO" not in "\n".join(lines), "nothing is sharded over one GPU"
-    assert lines[4].startswith("smaller: --zero ") and len(lines) == 5
+    assert lines[4].startswith("smaller: --per_device_train_batch_size ") and len(lines) == 5
 
 
 def test_the_table_of_candidates_fits_a_terminal(capsys):
