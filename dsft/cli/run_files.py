@@ -25,7 +25,8 @@ TEMPLATE = Path(__file__).parent.parent / "quickstart" / "run.yaml"
 FEW_ROWS = 200
 RATE_OF_FEW_ROWS = "5e-4"
 """For adapters, since few rows mean few steps."""
-SMALL_BYTES = 2 << 20  # smaller data is trained in small steps, for several epochs
+SMALL_BYTES = 2 << 20
+"""Of few rows that are small: a text file is one row."""
 COUNTED_ROWS = 500
 
 
@@ -38,18 +39,17 @@ def write_run_file(options: InitOptions) -> None:
     shape = ""
     held_out = 0.02
     rate = f"{LEARNING_RATES[options.method]:g}".replace("e-0", "e-")
-    epochs = 1
-    batch = 64
+    epochs = 3
+    batch = "# global_batch_size: 64"
     if sources[0].files:  # no download from the hub
         rows = list(itertools.islice(itertools.chain.from_iterable(map(read_file, sources[0].files)), COUNTED_ROWS))
         shape = _shape_lines(sources[0], rows)
         held_out = _held_out_share(sources[0], len(rows))
-        if sources[0].size_bytes < SMALL_BYTES:
-            epochs = 3
-            batch = 8
-            if len(rows) < FEW_ROWS:  # or there would be too few steps for a visible change
-                epochs = 10
-                rate = rate if options.method == "full" else RATE_OF_FEW_ROWS
+        if len(rows) < FEW_ROWS and sources[0].size_bytes < SMALL_BYTES:
+            # With the defaults of dsft train there would be too few steps for a visible change.
+            epochs = 10
+            batch = "global_batch_size: 8"
+            rate = rate if options.method == "full" else RATE_OF_FEW_ROWS
     evaluation = "# eval_data: held_out.jsonl"
     if held_out:
         evaluation = f"eval_fraction: {held_out:<11} # held out and measured; or eval_data: held_out.jsonl"
