@@ -129,6 +129,7 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             if getattr(sys, name) is None:  # closed by a shell's 2>&-: the next opened file would get the output
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+                os.set_inheritable(descriptor, True)  # open may return this very descriptor
                 setattr(sys, name, os.fdopen(descriptor, "w"))
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # a notebook's is not
@@ -142,7 +143,8 @@ def ends_with_clear_errors(main: Callable[..., None]) -> Callable[..., None]:
             except OSError as error:
                 # An impossible path, or another user's file.
                 of_paths = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS)
-                if error.filename is None or error.errno not in of_paths:
+                has_begun = beat.progress.phase not in ("starting", "loading")
+                if error.filename is None or error.errno not in of_paths or has_begun:
                     raise
                 raise UserError([f"{error.filename}: {error.strerror}; choose another path"]) from error
         except (UserError, NotStarted, TrainingStopped, KeyboardInterrupt) as error:

@@ -221,7 +221,8 @@ def launch(argv: list[str]) -> int:
             )
             code = job.run()
             if code == EXIT_USER_ERROR and not attempt and before is not None:
-                file.write_bytes(before)  # these options were refused
+                with contextlib.suppress(OSError):
+                    file.write_bytes(before)  # these options were refused
             ends = (0, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_UNSAVED, EXIT_REQUEUE)
             if code in ends or job.interrupted:
                 return code

@@ -100,7 +100,8 @@ def clean_up(output_dir: str | Path) -> list[Path]:
     for staged in staging.glob("*/"):
         final = Path(output_dir) / staged.name
         if not final.exists() and not integrity_errors(staged):
-            staged.rename(final)
+            with contextlib.suppress(OSError):
+                staged.rename(final)
     removed = [*staging.iterdir()] if staging.is_dir() else []
     discard(staging)
     return removed

@@ -48,8 +48,13 @@ FROM_WEIGHTS = "start from its weights: name it as model (of LoRA as adapter), w
 
 def samples_in(entry: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the samples in a log entry: (prompt, answer)."""
-    prompts, answers = ([entry[name] for name in entry if name.startswith(form.format(""))] for form in SAMPLE)
-    return [*zip(prompts, answers, strict=True)]
+    samples = []
+    prompt, answer = SAMPLE
+    number = 1
+    while answer.format(number) in entry:
+        samples.append((entry[prompt.format(number)], entry[answer.format(number)]))
+        number += 1
+    return samples
 
 
 def check_output_dir(config, problems: list[str]) -> None:
@@ -114,7 +119,8 @@ def resume_errors(folder: Path, *, verify: bool = True) -> list[str]:
         has_manifest = (folder / MANIFEST).is_file()
     except OSError as error:
         return [f"it cannot be read ({one_line(error)})"]
-    is_other_tools = not has_manifest and not any(folder.parent.glob(f"*/{MANIFEST}"))
+    beside = (*folders_of_steps(folder.parent), folder.parent / FINAL)
+    is_other_tools = not has_manifest and not any((each / MANIFEST).is_file() for each in beside)
     return [] if is_other_tools or not verify else integrity_errors(folder)
 
 
@@ -142,7 +148,7 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
     resume = config.training.get("resume_from_checkpoint")
     job = os.environ.get(LAUNCH)
     # `overwrite` replaces the run that was there before this job of `dsft launch`, not this job's own checkpoints.
-    of_another_job = job is not None and known_run(output_dir).get("job") != job
+    of_another_job = job is not None and known_run(output_dir).get("job", job) != job
     if not resume or (config.overwrite and of_another_job):
         return None
     if resume != "auto":

@@ -4,7 +4,7 @@ RUN/.saving/checkpoint-8/   every rank writes here
 RUN/checkpoint-8/           renamed once rank 0 has checked it and written its manifest
 
 A failure ends the run: the failed rank raises, and the others exit with its cause. Earlier checkpoints remain complete,
-and `.saving/` is discarded at the next start.
+and what is incomplete in `.saving/` is discarded at the next start.
 
 Saved files are checked against their hashes before they are used: `changed_files`, `verify_weights`.
 """

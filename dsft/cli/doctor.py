@@ -1,7 +1,6 @@
 """`dsft doctor`: options -> nodes -> examination -> table and findings, or JSON, and the exit code."""
 
 import dataclasses
-import json
 import os
 import sys
 from collections import Counter
@@ -10,11 +9,11 @@ from rich.table import Table
 
 from dsft.cli.commands import DoctorOptions
 from dsft.config.options import EvalConfig
-from dsft.config.reader import describe_unknown, field_types, read_values, training_types
+from dsft.config.reader import describe_unknown, field_types, own_names, read_values, training_types
 from dsft.doctor.run import Report, examine, examine_launched
 from dsft.errors import EXIT_USER_ERROR, UserError, one_line, raise_if_any
 from dsft.launch import hosts_of, remote_environment
-from dsft.runtime.console import show_table, show_text
+from dsft.runtime.console import print_json, show_table, show_text
 from dsft.runtime.launcher_env import map_launcher_variables, rank, world_size
 from dsft.units import GiB, plural
 
@@ -28,8 +27,8 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
         UserError: unknown options.
     """
     problems: list[str] = []
-    values = read_values(run_words, problems) or {}
     known = [*training_types(), *field_types(EvalConfig, DoctorOptions)]  # a preflight may be for either kind of run
+    values = own_names(read_values(run_words, problems) or {}, known, [])
     problems += [f"{name}: {describe_unknown(name, known)}" for name in values if name not in known]
     raise_if_any(problems)
     output_dir = str(values.get("output_dir") or "")
@@ -53,7 +52,7 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
         )
     if not is_launched or rank() == 0:
         if options.json:
-            show_text(json.dumps({"ok": not report.has_errors} | dataclasses.asdict(report), indent=2))
+            print_json({"ok": not report.has_errors} | dataclasses.asdict(report))
         else:
             show(report, only_findings=options.only_findings)
     code = EXIT_USER_ERROR if report.has_errors else 0

@@ -7,7 +7,6 @@ Problems of the folder are reported before torch is loaded, which takes seconds.
 import contextlib
 import dataclasses
 import io
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from dsft.config.options import EvalConfig
 from dsft.errors import UserError, raise_if_any
 from dsft.models.model_folder import base_revision, missing, step_folder
 from dsft.runtime import quick_imports
-from dsft.runtime.console import set_up_screen, show_table, show_text
+from dsft.runtime.console import print_json, set_up_screen, show_table, show_text
 from dsft.units import GB, plural
 
 CHAT_HELP = "/reset begins from scratch, /quit exits; Ctrl-C stops an answer"
@@ -219,6 +218,6 @@ def run_compare(options: CompareOptions) -> None:
 
     comparisons = compare_results(read_evaluations(options.results), base=options.base, group_by=options.group_by)
     if options.json:
-        show_text(json.dumps({"comparisons": finite([dataclasses.asdict(each) for each in comparisons])}))
+        print_json({"comparisons": finite([dataclasses.asdict(each) for each in comparisons])})
     else:
         show_table(comparisons.overview())

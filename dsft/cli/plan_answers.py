@@ -29,7 +29,7 @@ from dsft.planner.choose import (
     plan_flags,
 )
 from dsft.planner.speed import CARDS, card_of
-from dsft.runtime.console import show_table, show_text
+from dsft.runtime.console import print_json, show_table, show_text
 from dsft.runtime.hardware import Machine
 from dsft.setup.decide import Choice, TrainingRun, plan_run, resolve_offline, smaller_plan
 from dsft.units import GiB, MiB, in_gib, in_time, plural
@@ -74,10 +74,6 @@ def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine],
         fits = answer_training(options, training, runs[0], words)
     if not fits:
         raise SystemExit(NOTHING_FITS)
-
-
-def print_json(content: Any) -> None:
-    show_text(json.dumps(content, indent=2))
 
 
 def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRun, words: Sequence[str]) -> bool:

@@ -195,6 +195,8 @@ SAME_VALUES = {
     ("resume_from_checkpoint", "true"): "auto",
     ("resume_from_checkpoint", False): None,
     ("resume_from_checkpoint", "false"): None,
+    ("resume_from_checkpoint", "True"): "auto",
+    ("resume_from_checkpoint", "False"): None,
 }
 """(option, another trainer's value) -> dsft's."""
 LEARNING_RATES = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}

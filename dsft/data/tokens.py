@@ -336,7 +336,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: boo
         texts,
         add_special_tokens=special,
         return_attention_mask=False,
-        return_token_type_ids=False,
         verbose=False,
     )
     bos = tokenizer.bos_token_id
@@ -555,15 +554,20 @@ def _write(
             watchdog.heartbeat()
             bar.update(len(tokens.ids))
 
-    with bar:
-        write_store(
-            place,
-            shown_parts(),
-            source=source.name,
-            is_text=rules.is_text,
-            largest_id=max(tokenizer.get_vocab().values()),
-            has_weights=rules.form is Chat,
-        )
+    try:
+        with bar:
+            write_store(
+                place,
+                shown_parts(),
+                source=source.name,
+                is_text=rules.is_text,
+                largest_id=max(tokenizer.get_vocab().values()),
+                has_weights=rules.form is Chat,
+            )
+    except (RuntimeError, UserError) as error:  # torch raises it wherever this process is, also while it reads a row
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise UserError(f"a process that tokenised ended ({one_line(error)}); was it out of memory?") from None
 
 
 def _tokenised(
@@ -590,15 +594,10 @@ def _tokenised(
         multiprocessing_context="fork",
         generator=torch.Generator(),  # its own: the loader draws a seed, and ranks that prepare nothing do not
     )
-    try:
-        for tokens in loader:
-            if isinstance(tokens, UserError):
-                raise tokens
-            yield tokens
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):
-            raise
-        raise UserError(f"a process that tokenised ended ({one_line(error)}); was it out of memory?") from None
+    for tokens in loader:
+        if isinstance(tokens, UserError):
+            raise tokens
+        yield tokens
 
 
 def _end_with_parent(_worker: int) -> None:

@@ -325,12 +325,12 @@ class _Beat(threading.Thread):
         if now - self.stalled_since < COLLECT_SECONDS:
             return
 
-        def progress(rank: int) -> tuple:
+        def came_far(rank: int) -> tuple:
             state = states[rank]
             is_silent = state["silent"] > COLLECT_SECONDS
             return state["step"], not is_silent, state["waits"], -state["idle"]
 
-        rank = min(states, key=progress)
+        rank = min(states, key=came_far)
         state = states[rank]
         idle = state["idle"] + state["silent"]
         self.fail(f"made no progress for {idle:.0f} s, {state['place']}", rank=rank, shows_stacks=True)

@@ -7,6 +7,7 @@ The rank writes to this process's standard input once a second; the last word is
 launcher must not be killed. The last two are messages, empty if another rank prints them.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -49,9 +50,10 @@ def main() -> None:
             if not words:
                 time.sleep(0.1)  # the rank has closed its end of the pipe, and exits
         elif now - last_word > seconds:
-            if message := if_stopped if is_stopped(rank) else if_lost:
-                sys.stderr.write(message + "\n")
-                sys.stderr.flush()
+            message = if_stopped if is_stopped(rank) else if_lost
+            if message:
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{message}\n".encode())
             signal.pidfd_send_signal(rank_exit, signal.SIGKILL)
             break
     if launcher_exit is None:

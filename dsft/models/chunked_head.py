@@ -29,6 +29,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from dsft.config.user_code import failed, name_of
+from dsft.errors import UserError
 from dsft.models.adapters import unwrapped
 from dsft.runtime import distributed
 from dsft.runtime.hardware import which_memory
@@ -185,6 +186,7 @@ def sums_of_nats(
 ) -> torch.Tensor:
     """Returns sums over all targets, [2]: the training loss, which is their negative log-likelihood with weights and
     label smoothing, or the user's own loss; and the plain negative log-likelihood, without a gradient.
+    Raises UserError if `compute_loss` does not return a loss for each label.
     """
     cross_entropy = functools.partial(functional.cross_entropy, logits_NV, targets_N, ignore_index=IGNORED)
     if weights_N is None and not label_smoothing and compute_loss is None:
@@ -195,6 +197,10 @@ def sums_of_nats(
         trained_N = cross_entropy(reduction="none", label_smoothing=label_smoothing)
     else:
         trained_N = compute_loss(logits_NV, targets_N).float()
+        if trained_N.shape != targets_N.shape:
+            raise UserError(
+                f"compute_loss={name_of(compute_loss)} returned {[*trained_N.shape]} for {len(targets_N)} labels"
+            )
     if weights_N is not None:
         trained_N = trained_N * weights_N
     return torch.stack([trained_N.sum(), nats])

@@ -190,7 +190,8 @@ def compare_results(
 def _find_base(base: str | None, models: list[str]) -> str:
     if base is None or base in models:
         return base or models[0]
-    matching = [model for model in models if model.endswith(f"/{base}")]
+    parts = Path(base).parts
+    matching = [model for model in models if parts and Path(model).parts[-len(parts) :] == parts]
     if len(matching) != 1:
         raise UserError(f"base={base} matches {len(matching)} of the models in these results: {', '.join(models)}")
     return matching[0]
@@ -243,7 +244,8 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     same_tokens = base.hashes["tokens"] == other.hashes["tokens"]
     nats_D = after.document_nats
     if not same_tokens:  # first tokens, which are context only, differ in bytes: scale nats to the base's bytes
-        nats_D = nats_D * before.document_bytes / np.maximum(after.document_bytes, 1)
+        ratios_D = before.document_bytes / np.maximum(after.document_bytes, 1)
+        nats_D = nats_D * np.where(after.document_bytes > 0, ratios_D, 1.0)
     change_D = np.where(is_scored_D, nats_D - before.document_nats, 0.0)
     notes = []
     for name in COMPUTED_BY:

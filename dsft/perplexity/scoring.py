@@ -40,7 +40,7 @@ from dsft.runtime.console import progress_bar, say
 from dsft.runtime.distributed import sum_over_ranks
 from dsft.units import IGNORED
 
-MOST_NATS = 1e6  # of a token: beyond it the model is broken, and integers would overflow
+MOST_NATS = 1e4  # of a token: beyond it the model is broken, and integers would overflow
 LEAST = -1e30  # below any logit except -inf, which a whole part of the vocabulary may have
 
 
@@ -166,7 +166,7 @@ def evaluate_windows(
     model.train(was_training)
     sums_KC = sum_over_ranks(torch.from_numpy(sums_KC)).numpy()
     for cells, batch_sums in recorder.scored_before.values():
-        sums_KC[:, cells] += batch_sums
+        sums_KC[:, cells] += np.array(batch_sums, np.int64)
     return add_up(windows, sums_KC, fed_tokens=sum(tokens))
 
 

@@ -158,8 +158,8 @@ def add_up(windows: Windows, sums_KC: np.ndarray, *, fed_tokens: int) -> Perplex
     *steps_KW, tokens_W, _ = sums_KC[:, number:]
     if unsound_D.any():
         raise TrainingStopped(
-            f"the loss of document {unsound_D.argmax() + 1} of {number} is NaN or infinite: the model's weights are"
-            " broken, or its numbers overflow in this dtype"
+            f"the loss of document {(unsound_D > 0).argmax() + 1} of {number} is NaN or infinite: the model's weights"
+            " are broken, or its numbers overflow in this dtype"
         )
     block_starts = np.zeros(0, np.int64)
     if (tokens_D > 0).sum() < FEWEST_DOCUMENTS:

@@ -200,7 +200,7 @@ def tables(runs: list[Run]) -> dict[str, pandas.DataFrame]:
             samples += [(f"{entry['step']:,}", *sample) for sample in samples_in(entry)]
         tables[f"Samples of {run.name}"] = pandas.DataFrame(samples, columns=["step", "prompt", "answer"])
         counts = [(name.replace("_", " "), value) for name, value in (run.facts.get("data") or {}).items() if value]
-        tables[f"Training data of {run.name}"] = pandas.DataFrame(counts, columns=["", "number"])
+        tables[f"Training data of {run.name}"] = pandas.DataFrame(counts, columns=["", "number"], dtype=object)
     return {title: frame for title, frame in tables.items() if not frame.empty}
 
 

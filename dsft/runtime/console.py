@@ -1,6 +1,7 @@
 """The output for the user: lines of rank 0 only, quiet libraries on the other ranks, and one log file per rank."""
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -116,14 +117,20 @@ def show_text(text: str, *, file: TextIO | None = None) -> None:
         print(printable(text), file=screen, flush=True)
 
 
+def print_json(content: Any) -> None:
+    """Print JSON to standard output, which may be a file. Raises OSError if its disk is full."""
+    with _printing_on(sys.stdout, BrokenPipeError):
+        print(json.dumps(content, indent=2), flush=True)
+
+
 @contextlib.contextmanager
-def _printing_on(screen: TextIO) -> Iterator[None]:
+def _printing_on(screen: TextIO, dropped: type[OSError] = OSError) -> Iterator[None]:
     """Drop text printed inside a `with`, and later, if it cannot be printed: a closed pipe or terminal, or a full disk,
     must not end a training.
     """
     try:
         yield
-    except OSError:
+    except dropped:
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as null:
             os.dup2(null.fileno(), screen.fileno())
 

@@ -216,7 +216,7 @@ def wait_long(name: str) -> None:
     everyone = -(-count // dist.get_world_size()) * dist.get_world_size()  # including all earlier calls
     while store.add(f"dsft/{name}", 0) < everyone:
         watchdog.heartbeat()
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
@@ -430,7 +430,7 @@ SAME_OPTIONS = (
 SAME_FILES = "copy the same files to every node, or mount one folder"
 SAME_CODE = "copy one checkout to every node, or mount it there"
 SAME_LIBRARIES = "on every node: pip install -c constraints.txt -e ."
-LONGEST_VALUE = 80  # characters of a value in a message; longer ones are truncated
+LONGEST_VALUE = 80  # characters of a value in a message, around the first difference
 NOT_SET = "not set"
 
 
@@ -463,6 +463,10 @@ def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
         value = values.get(name, NOT_SET)
         other = of_rank_0.get(name, NOT_SET)
         if value != other:
-            both = f"{other[:LONGEST_VALUE]} on rank 0, and {value[:LONGEST_VALUE]}"
+            unlike = (place for place, (here, there) in enumerate(zip(value, other, strict=False)) if here != there)
+            start = max(0, next(unlike, min(len(value), len(other))) - LONGEST_VALUE // 2)
+            part = slice(start, start + LONGEST_VALUE)
+            dots = "..." if start else ""
+            both = f"{dots}{other[part]} on rank 0, and {dots}{value[part]}"
             problems.append(f"{name} differs between the ranks: {both}; {remedy}")
     raise_together(problems)

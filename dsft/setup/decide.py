@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from dsft.checkpoints import run_folder
-from dsft.checkpoints.manifest import MANIFEST, SEAL, clean_up, read_manifest, read_trainer_state
+from dsft.checkpoints.manifest import MANIFEST, SEAL, clean_up, read_manifest, read_trainer_state, sealed
 from dsft.checkpoints.resume import TRAINED_ELEMENTS, check_identity
 from dsft.config import user_code
 from dsft.config.deepspeed import (
@@ -172,8 +172,9 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     # Each rank has read the options, and the files that they name, by itself.
     files = {f"content of {before.zero}": run.zero_file, **user_code.digests(before)}
     if run.checkpoint:
-        # Hosts may not share it.
-        files[f"{run.checkpoint} to resume from"] = read_manifest(run.checkpoint).get(SEAL, f"no {MANIFEST}")
+        manifest = read_manifest(run.checkpoint)
+        here = f"no {MANIFEST}" if Path(run.checkpoint).is_dir() else "no such folder"  # hosts may not share it
+        files[f"{run.checkpoint} to resume from"] = sealed(manifest)[SEAL] if manifest else here
     require_agreement({SAME_OPTIONS: common_options(before), SAME_FILES: files})
     run.apply(decisions)
     options = run.options
@@ -482,7 +483,10 @@ def resume_decisions(
         now = {TRAINED_ELEMENTS: facts.size.num_trainable, "seed of the order": shuffle_seed(training)}
         check_identity(checkpoint, now)
     decisions = arguments.keep_global_batch(options, checkpoint, world)
-    has_final = (Path(training["output_dir"]) / run_folder.FINAL).is_dir()  # not if it was killed before
+    output_dir = training["output_dir"]
+    has_final = (Path(output_dir) / run_folder.FINAL).is_dir() and run_folder.known_run(output_dir).get(
+        "status"
+    ) == "done"
     if has_final and run_folder.is_finished(checkpoint, training, patience=options.early_stopping_patience):
         return checkpoint, decisions, True
     if step_folder(checkpoint) is None:

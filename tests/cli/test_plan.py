@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -92,6 +94,23 @@ def test_a_faster_precision_is_named(capsys):
 def test_ranks_that_share_a_sequence_are_named_in_place_of_offload(capsys):
     main(["plan", "--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100", "--seq_len", "131072"])
     assert "without offload: --sequence_parallel 8 (" in capsys.readouterr().out
+
+
+def test_json_on_a_full_disk_is_an_error():
+    words = [
+        sys.executable,
+        "-m",
+        "dsft.cli.main",
+        "plan",
+        "--model",
+        "Qwen/Qwen2.5-0.5B",
+        "--gpus",
+        "1x4090",
+        "--json",
+    ]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2 and "No space left on device" in result.stderr
 
 
 def test_several_machines_have_a_row_each(capsys):

@@ -41,9 +41,11 @@ def logged(steps):
 
 
 def test_a_run_has_its_numbers_its_curves_and_loads_nothing(tmp_path):
-    run = write_run(tmp_path / "run", log=logged(40), results={}, error="line 1\nline 2", machine=HOSTILE)
+    counts = {"rows": 5000, "fill_rate": 0.95}
+    run = write_run(tmp_path / "run", log=logged(40), results={}, error="line 1\nline 2", machine=HOSTILE, data=counts)
     run_report(ReportOptions(runs=[str(run)]))
     html = (run / "report.html").read_text()
+    assert "<td>5000</td>" in html
     assert HOSTILE not in html and "&lt;img src" in html and "line 1\nline 2" in html
     assert "<script" not in html and not re.search(r"(src|href)=", html.replace(HOSTILE, "").replace("img src", ""))
     (read,) = read_runs([str(run)])

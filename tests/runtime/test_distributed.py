@@ -1,6 +1,8 @@
 """Ranks take their places in their own job alone."""
 
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -45,6 +47,14 @@ def test_a_restart_in_the_same_store_is_a_new_meeting(monkeypatch):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         for rank in (0, 1):
             check_job(store, "a", rank)
+
+
+@pytest.mark.parametrize(("ends", "code"), [("", 0), ("sys.exit(3)", 3), ("1 / 0", 1)])
+def test_a_program_of_several_ranks_keeps_the_exit_code_of_its_own(ends, code):
+    program = f"import sys, torch.distributed; from dsft.runtime import distributed; distributed.stop_at_exit(); {ends}"
+    environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
 
 
 def test_deepspeed_gets_architectures_that_it_can_read(monkeypatch):
