@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,10 @@ from tiny import write_model, write_pairs, write_texts
 from torch.utils import cpp_extension
 
 from dsft.runtime.distributed import free_port
+
+# A shell lets its background jobs ignore Ctrl-C, and so would all that the tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 KERNEL = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
 

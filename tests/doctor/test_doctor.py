@@ -102,7 +102,7 @@ def test_a_node_that_does_not_answer_is_named_with_its_reason(script, message):
 def test_a_shell_that_greets_without_a_new_line_hides_no_answer():
     question = {"output_dir": None, "quick": True}
     command = shlex.join([sys.executable, "-m", "dsft.doctor.run", "rank", json.dumps(question)])
-    (answer,) = answers_of("n1", ["bash", "-c", f"printf Welcome; {command}"], seconds=60)
+    (answer,) = answers_of("n1", ["bash", "-c", f"printf Welcome; unset RANK; {command}"], seconds=60)
     assert "RANK expected" in answer["error"]
 
 

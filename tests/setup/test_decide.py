@@ -13,7 +13,7 @@ from tiny import write_jsonl, write_model
 
 from dsft.checkpoints.manifest import MANIFEST
 from dsft.checkpoints.resume import run_identity
-from dsft.checkpoints.run_folder import FINAL
+from dsft.checkpoints.run_folder import FINAL, write_run
 from dsft.checkpoints.save import trained_shapes
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
@@ -103,6 +103,9 @@ def test_a_checkpoint_is_resumed_ended_or_taken_for_its_weights(tmp_path):
     assert decided(5) == (True, {}, False)
     assert decided(8) == (True, {}, False), "its final model is still to be written"
     (tmp_path / "run-8" / FINAL).mkdir()
+    write_run(str(tmp_path / "run-8"), status="running")
+    assert decided(8) == (True, {}, False), "its final model is that of an earlier end"
+    write_run(str(tmp_path / "run-8"), status="done")
     assert decided(8) == (True, {}, True)
     assert decided(None) == (False, {}, False), "nothing is there"
 
