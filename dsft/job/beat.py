@@ -233,6 +233,9 @@ class _Beat(threading.Thread):
                     self._look_at_job(now)
             except RuntimeError:  # from torch's store
                 self._lose_store()
+            except Exception:  # of this thread itself: without it the guard would take the rank for hung
+                self._print(f"error: the watchdog of rank {self.rank} failed\n{traceback.format_exc()}")
+                self._exit(1)
             self.tell_guard(b".")
             self._wait_for_siblings()
 
