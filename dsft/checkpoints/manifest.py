@@ -100,8 +100,7 @@ def clean_up(output_dir: str | Path) -> list[Path]:
     for staged in staging.glob("*/"):
         final = Path(output_dir) / staged.name
         if not final.exists() and not integrity_errors(staged):
-            with contextlib.suppress(OSError):
-                staged.rename(final)
+            staged.rename(final)  # an error ends the start: what is complete is not discarded
     removed = [*staging.iterdir()] if staging.is_dir() else []
     discard(staging)
     return removed

@@ -117,8 +117,9 @@ def answer_training(options: PlanOptions, training: TrainConfig, run: TrainingRu
             lines.append(time)
         lines.append(train_command(training, words))
         lines += [f"faster: {describe_way(way)}" for way in faster_ways(training, plan, machine)]
-        lines += [f"without offload: {describe_way(way)}" for way in ways_without_offload(training, plan, machine)]
-        smaller = smaller_plan(run)
+        without = ways_without_offload(training, plan, machine)
+        lines += [f"without offload: {describe_way(way)}" for way in without]
+        smaller = None if without else smaller_plan(run)
         if smaller:
             flags = plan_flags(smaller, run.job)
             if machine.world_size == 1 and not offloads(smaller.deepspeed_config):

@@ -190,15 +190,11 @@ SAME_VALUES = {
     ("bf16", "auto"): None,  # dtype is auto
     ("lora_target_modules", "all"): "all-linear",
     ("optim", "adamw"): "adamw_torch",
-    ("report_to", "None"): "none",
-    ("resume_from_checkpoint", True): "auto",
+    ("report_to", "none"): "none",
     ("resume_from_checkpoint", "true"): "auto",
-    ("resume_from_checkpoint", False): None,
     ("resume_from_checkpoint", "false"): None,
-    ("resume_from_checkpoint", "True"): "auto",
-    ("resume_from_checkpoint", "False"): None,
 }
-"""(option, another trainer's value) -> dsft's."""
+"""(option, another trainer's value in lower case) -> dsft's."""
 LEARNING_RATES = {"full": 1e-5, "lora": 1e-4, "qlora": 1e-4}
 """Defaults by method: adapters take ten times the rate of full finetuning."""
 TRAINING_DEFAULTS = {

@@ -340,7 +340,7 @@ def check_values(
             continue
         hint = types_by_name[key]
         if isinstance(value, (str, bool)):
-            value = SAME_VALUES.get((key, value), value)  # of other trainers
+            value = SAME_VALUES.get((key, str(value).lower()), value)  # of other trainers
         if value is None and (key == "report_to" or not takes_none(hint)):
             continue  # null in YAML is an unset option
         if isinstance(value, Repeated) and not takes_list(hint):

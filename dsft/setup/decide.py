@@ -484,9 +484,8 @@ def resume_decisions(
         check_identity(checkpoint, now)
     decisions = arguments.keep_global_batch(options, checkpoint, world)
     output_dir = training["output_dir"]
-    has_final = (Path(output_dir) / run_folder.FINAL).is_dir() and run_folder.known_run(output_dir).get(
-        "status"
-    ) == "done"
+    is_done = run_folder.known_run(output_dir).get("status") == "done"  # else a final model is of an earlier end
+    has_final = is_done and (Path(output_dir) / run_folder.FINAL).is_dir()
     if has_final and run_folder.is_finished(checkpoint, training, patience=options.early_stopping_patience):
         return checkpoint, decisions, True
     if step_folder(checkpoint) is None:

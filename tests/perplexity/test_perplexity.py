@@ -1,5 +1,6 @@
 """The law: each token once, and the same bits on any number of ranks."""
 
+import dataclasses
 import json
 import math
 import os
@@ -232,6 +233,18 @@ def test_an_interrupted_evaluation_resumes_with_the_same_bits(tiny, tmp_path):
     assert Recorder(windows, partial=tmp_path / "b").scored_before == {}
     recorder.remove()
     assert not file.exists()
+
+
+def test_an_evaluation_resumes_after_a_window_without_a_scored_token(tiny, tmp_path):
+    windows = windows_for(mode_options(tiny, {"mode": "rolling"}))
+    windows = dataclasses.replace(windows, spans=np.array([[0, 8, 1], [8, 9, 9]]))
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    results = []
+    for _ in range(2):
+        options = {"pad_token_id": 0, "batch_tokens": 1, "device": torch.device("cpu"), "collective_forward": False}
+        results.append(evaluate_windows(model, windows, **options, recorder=Recorder(windows, partial=tmp_path)))
+    first, resumed = results
+    assert resumed.nats == first.nats > 0 and resumed.fed_tokens == 0
 
 
 def test_what_changes_a_result_changes_the_fingerprint(tiny, tmp_path):

@@ -56,7 +56,7 @@ def test_sums_of_documents_and_windows_are_those_of_tokens_one_by_one(seed):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300])
 def test_a_loss_that_is_not_finite_names_its_document(value):
     windows = windows_over(np.ones(6, bool), [2, 4, 6], [(0, 6, 0)])
-    nats = torch.tensor([1.0, 2.0, 3.0, value, 5.0, value], dtype=torch.float64)
+    nats = torch.tensor([1.0, 2.0, 3.0, value, value, value], dtype=torch.float64)
     cells, sums = sum_tokens(windows, np.zeros(6, np.int64), np.arange(6), nats[None])
     assert cells.tolist() == [0, 1, 2, 3]
     with pytest.raises(TrainingStopped, match="document 2 of 3 is NaN or infinite"):

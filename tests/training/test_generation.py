@@ -113,3 +113,7 @@ def test_samples_change_nothing_of_the_training(runs):
         for name in ("texts", "no samples")
     )
     assert with_samples == without and len(without) == 2
+
+
+def test_metrics_of_a_set_named_prompt_are_not_samples():
+    assert samples_in({"eval_prompt_loss": 2.0, "eval_prompt_1": "p", "eval_answer_1": "a"}) == [("p", "a")]
