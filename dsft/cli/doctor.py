@@ -1,23 +1,193 @@
-"""`dsft doctor`: options -> nodes -> examination -> table and findings, or JSON, and the exit code."""
+"""`dsft doctor`: options -> nodes -> examination -> table and findings, or JSON, and the exit code.
+
+Without a launcher, each node reports its facts, here or through ssh (`doctor/node.py`). If nothing is wrong, each
+starts its ranks, which join a process group like a training's and measure. Under a launcher (srun, mpirun, torchrun,
+deepspeed, accelerate) each rank examines its node and measures.
+"""
 
 import dataclasses
+import json
 import os
+import shlex
+import signal
+import subprocess
 import sys
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.table import Table
 
 from dsft.cli.commands import DoctorOptions
 from dsft.config.options import EvalConfig
 from dsft.config.reader import describe_unknown, field_types, own_names, read_values, training_types
-from dsft.doctor.run import Report, examine, examine_launched
+from dsft.doctor.between import Finding, check_between, check_measured, check_node, finding
+from dsft.doctor.node import MARK, measure_rank, node_facts
 from dsft.errors import EXIT_USER_ERROR, UserError, one_line, raise_if_any
 from dsft.launch import hosts_of, remote_environment
+from dsft.runtime import distributed
 from dsft.runtime.console import print_json, show_table, show_text
-from dsft.runtime.launcher_env import map_launcher_variables, rank, world_size
+from dsft.runtime.launcher_env import LOOPBACK, SSH, free_port, map_launcher_variables, rank, world_size
 from dsft.units import GiB, plural
 
+FACTS_SECONDS = 30.0
+MEASURE_SECONDS = 120.0
 COLUMNS = ("node", "ranks", "devices", "memory", "/dev/shm", "address", "torch", "deepspeed", "dsft")
+
+
+@dataclass(kw_only=True)
+class Report:
+    """The result of an examination."""
+
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By node, for the nodes that answered."""
+    measured: list[dict[str, Any]] = field(default_factory=list)
+    """For each rank; empty if nothing was measured."""
+    findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def has_errors(self) -> bool:
+        return any(each.severity == "error" for each in self.findings)
+
+    def check(self, clock_offsets: dict[str, float]) -> None:
+        """Adds the findings of facts and measurements."""
+        for name, facts in self.facts.items():
+            self.findings += check_node(name, facts)
+        self.findings += check_between(self.facts, clock_offsets)
+        self.findings += check_measured(self.measured)
+
+
+def examine(
+    nodes: dict[str, int | None],
+    *,
+    variables: dict[str, str] | None,
+    output_dir: str,
+    port: int | None,
+    master: str,
+    quick: bool,
+) -> Report:
+    """Examines nodes from here.
+
+    Args:
+        nodes: all nodes of the job, that of rank 0 first -> their ranks; None for one per GPU, else one.
+        variables: environment of the processes that ssh starts; None if the only node is this machine.
+        output_dir: the run's folder; empty for none.
+        port: that rank 0 will listen on; None for a free one.
+        master: address of rank 0; empty for the first address of the first node.
+        quick: without compiling and measuring.
+    """
+    report = Report()
+    first = next(iter(nodes))
+    questions = {}
+    for name, slots in nodes.items():
+        questions[name] = {"slots": slots, "output_dir": output_dir, "quick": quick}
+    questions[first]["port"] = port
+    offsets = {}
+    for name, (facts,) in _ask_all("facts", questions, variables, FACTS_SECONDS, report.findings).items():
+        offsets[name] = facts.pop("clock")
+        report.facts[name] = facts
+    report.check(offsets)
+    if not report.has_errors and (len(nodes) > 1 or not quick):
+        address = LOOPBACK
+        if len(nodes) > 1:
+            address = master or (report.facts[first]["addresses"] or [LOOPBACK])[0]
+        environment = {"MASTER_ADDR": address, "MASTER_PORT": str(port or free_port())}
+        first_rank = 0
+        for name, facts in report.facts.items():
+            questions[name] = {
+                "output_dir": output_dir,
+                "quick": quick,
+                "environment": environment,
+                "first": first_rank,
+                "ranks": facts["slots"],
+            }
+            first_rank += facts["slots"]
+        environment["WORLD_SIZE"] = str(first_rank)
+        for name, answers in _ask_all("ranks", questions, variables, MEASURE_SECONDS, report.findings).items():
+            report.measured += [answer for answer in answers if "error" not in answer]
+            errors = [answer["error"] for answer in answers if "error" in answer]
+            if not errors and len(answers) < questions[name]["ranks"]:
+                errors = ["a rank exited without an answer"]
+            if errors:
+                place = f"address {address}, port {environment['MASTER_PORT']}"
+                report.findings.append(finding("network-blocked", name, f"{errors[0]} ({place})"))
+        report.findings += check_measured(report.measured)
+    return report
+
+
+def _ask_all(
+    command: str,
+    questions: dict[str, dict[str, Any]],
+    variables: dict[str, str] | None,
+    seconds: float,
+    findings: list[Finding],
+) -> dict[str, list[dict[str, Any]]]:
+    """Asks all nodes at once; returns the answers in the order of the questions, without nodes that only led to one of
+    `findings`.
+    """
+
+    def ask(name: str) -> list[dict[str, Any]] | Finding:
+        words = [sys.executable, "-m", "dsft.doctor.node", command, json.dumps(questions[name])]
+        if variables is not None:
+            exports = "".join(f'export {variable}="{value}"; ' for variable, value in variables.items())
+            words = [*SSH, name, f"{exports}cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
+        return answers_of(name, words, seconds)
+
+    with ThreadPoolExecutor(max_workers=len(questions)) as pool:
+        results = dict(zip(questions, pool.map(ask, questions), strict=True))
+    findings += [result for result in results.values() if isinstance(result, Finding)]
+    return {name: result for name, result in results.items() if not isinstance(result, Finding)}
+
+
+def answers_of(name: str, words: list[str], seconds: float) -> list[dict[str, Any]] | Finding:
+    """Returns the printed answers of a node, with `clock` as seconds ahead of this machine's, or a finding."""
+    process = subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    with process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # including ranks on this machine
+            return finding("no-answer", name, f"no answer within {seconds:.0f} s")
+    answers = [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
+    if answers:
+        for answer in answers:
+            if "clock" in answer:
+                answer["clock"] -= time.time()
+        return answers
+    lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+    return finding("no-answer", name, lines[-1][:300])  # from ssh, the shell there, or Python
+
+
+def examine_launched(*, output_dir: str, quick: bool) -> Report:
+    """Examines the nodes of this launch; collective over all ranks. Every rank returns the report.
+
+    Raises:
+        RuntimeError: a rank did not join in time; torch's error says how many did.
+    """
+    measured = measure_rank(output_dir=output_dir, quick=quick)
+    hosts = distributed.from_all([measured["host"]])
+    facts = None
+    if hosts.index(measured["host"]) == measured["rank"]:  # the first of its node
+        facts = node_facts(slots=hosts.count(measured["host"]), output_dir=output_dir, quick=quick)
+    answers = distributed.from_all([(measured, facts)])
+    report = Report()
+    for host, (measured, facts) in zip(hosts, answers, strict=True):
+        report.measured.append(measured)
+        if facts:
+            report.facts[host] = facts
+    report.check({})
+    return report
 
 
 def run(options: DoctorOptions, run_words: list[str]) -> None:
@@ -35,6 +205,7 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
     if not options.hostfile:
         map_launcher_variables()
     is_launched = not options.hostfile and world_size() > 1 and "LOCAL_RANK" in os.environ
+    start = time.monotonic()
     if is_launched:
         try:
             report = examine_launched(output_dir=output_dir, quick=options.quick)
@@ -50,6 +221,7 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
             master=options.master_addr or "",
             quick=options.quick,
         )
+    report.seconds = time.monotonic() - start
     if not is_launched or rank() == 0:
         if options.json:
             print_json({"ok": not report.has_errors} | dataclasses.asdict(report))
@@ -90,10 +262,10 @@ def show(report: Report, *, only_findings: bool) -> None:
             f"all-reduce over {plural(len(flops), 'rank')}: {rate / 1e9:.2f} GB/s; matrix products:"
             f" {min(flops):.3g} TFLOP/s on the slowest rank, {max(flops):.3g} on the fastest"
         )
-    for finding in report.findings:
-        show_text(f"{finding.severity}: {finding.where}: {finding.message}  [{finding.code}]")
-        show_text(f"    fix: {finding.fix}")
-    kinds = Counter(finding.severity for finding in report.findings)
+    for each in report.findings:
+        show_text(f"{each.severity}: {each.where}: {each.message}  [{each.code}]")
+        show_text(f"    fix: {each.fix}")
+    kinds = Counter(each.severity for each in report.findings)
     words = ", ".join(plural(count, kind) for kind, count in kinds.items()) or "nothing found"
     ranks = sum(facts["slots"] for facts in report.facts.values())
     show_text(

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
+from dsft.cli.doctor import answers_of, examine
 from dsft.doctor.between import check_between, check_measured, check_node
-from dsft.doctor.facts import node_facts, parse_gpus
-from dsft.doctor.run import answers_of, examine
+from dsft.doctor.node import node_facts, parse_gpus
 
 SMI = """0, NVIDIA H100 80GB HBM3, 81559, 4, 570.86.15, 0
 1, NVIDIA H100 80GB HBM3, 81559, 70000, 570.86.15, 3
@@ -101,7 +101,7 @@ def test_a_node_that_does_not_answer_is_named_with_its_reason(script, message):
 
 def test_a_shell_that_greets_without_a_new_line_hides_no_answer():
     question = {"output_dir": None, "quick": True}
-    command = shlex.join([sys.executable, "-m", "dsft.doctor.run", "rank", json.dumps(question)])
+    command = shlex.join([sys.executable, "-m", "dsft.doctor.node", "rank", json.dumps(question)])
     (answer,) = answers_of("n1", ["bash", "-c", f"printf Welcome; unset RANK; {command}"], seconds=60)
     assert "RANK expected" in answer["error"]
 
