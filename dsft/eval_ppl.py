@@ -22,7 +22,7 @@ from dsft.perplexity.of_training import read_evaluation
 from dsft.runtime import distributed, quick_imports
 from dsft.runtime.console import print_table, say, set_up_screen
 from dsft.runtime.launcher_env import CHECKS_ALONE, map_launcher_variables
-from dsft.setup.named_files import check_before_rendezvous
+from dsft.setup import check_before_rendezvous
 from dsft.units import plural
 
 

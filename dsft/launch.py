@@ -54,7 +54,6 @@ from dsft.errors import (
     UserError,
     one_line,
     raise_if_any,
-    without_second_errors,
 )
 from dsft.job.beat import CAUSE, LAUNCHER_BEAT, SAVE, Cause
 from dsft.perplexity.of_training import read_evaluation
@@ -72,7 +71,7 @@ from dsft.runtime.launcher_env import (
     free_port,
     launcher_variables,
 )
-from dsft.setup.named_files import check_named_files
+from dsft.setup import check_named_files
 from dsft.units import plural
 
 MODULES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
@@ -165,7 +164,7 @@ def launch(argv: list[str]) -> int:
         config = read_evaluation(words, problems, also=LaunchOptions)
         output_dir = config.output_dir
     if not options.hostfile and not options.dry_run:  # files may exist on other nodes only
-        problems += without_second_errors(check_named_files(config), problems)
+        check_named_files(config, problems)
     raise_if_any(problems)
 
     hosts = hosts_of(options)

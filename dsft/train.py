@@ -32,7 +32,7 @@ from dsft.job import beat as watchdog
 from dsft.runtime import distributed, quick_imports
 from dsft.runtime.console import say, set_up_screen
 from dsft.runtime.launcher_env import CHECKS_ALONE, map_launcher_variables, world_size
-from dsft.setup.named_files import check_before_rendezvous
+from dsft.setup import check_before_rendezvous
 
 if TYPE_CHECKING:
     from dsft.training.trainer import PerplexityTrainer

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from dsft.cli.commands import PrepareOptions, PreviewOptions
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
-from dsft.errors import raise_if_any, without_second_errors
+from dsft.errors import raise_if_any
 from dsft.runtime import quick_imports
 from dsft.runtime.console import show_text
-from dsft.setup.named_files import check_named_files
+from dsft.setup import check_named_files
 from dsft.units import IGNORED
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     config = read_config(TrainConfig, argv, problems, also=type(options))
     needless = ("output_dir: missing", *(["model: missing"] if config.tokenizer else []))
     problems = [problem for problem in problems if not problem.startswith(needless)]
-    raise_if_any([*problems, *without_second_errors(check_named_files(config), problems)])
+    check_named_files(config, problems)
     with quick_imports():
         from dsft.data.epoch import describe_counts
         from dsft.data.tokens import cache_folder

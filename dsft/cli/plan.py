@@ -11,13 +11,13 @@ from importlib import resources
 
 from dsft.cli.commands import PlanOptions
 from dsft.config.options import REMOVED_OPTIONS, HostFields, TrainConfig
-from dsft.config.reader import read_config
-from dsft.errors import UserError, raise_if_any, without_second_errors
+from dsft.config.reader import NOT_NEEDED, read_config
+from dsft.errors import UserError
 from dsft.launch import hosts_of
 from dsft.planner.speed import CARDS, card_of, cards_named, choose_card, parse_interconnect
 from dsft.runtime import quick_imports
 from dsft.runtime.hardware import Machine, has_gpu, parse_bytes, require_seen_gpus, split_gpus, this_machine
-from dsft.setup.named_files import NOT_NEEDED, check_named_files
+from dsft.setup import check_named_files
 from dsft.units import GB
 
 
@@ -37,8 +37,7 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
     usual_models = resources.files("dsft.models").joinpath("usual_models.json").read_text(encoding="utf-8")
     if training.model in json.loads(usual_models):  # planned without the hub
         named = dataclasses.replace(named, model="")
-    files = check_named_files(named)
-    raise_if_any([*problems, *without_second_errors(files, problems)])
+    check_named_files(named, problems)
     machines = read_machines(options)
     with quick_imports():
         from dsft.cli.plan_answers import answer

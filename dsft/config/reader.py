@@ -114,6 +114,8 @@ NEEDED = {
     "save_tokens output_dir": "save_tokens needs output_dir: the folder to keep the tokens in",
 }
 """Option and the one that it needs -> the error."""
+NOT_NEEDED = ("output_dir: missing", "data: missing")
+"""How problems begin that stop a training and not a plan."""
 
 
 def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: type | None = None) -> Any:

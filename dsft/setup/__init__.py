@@ -1,1 +1,55 @@
-"""From options and a machine to everything a run needs before weights load."""
+"""What a run checks and decides before weights load: `decide.py` for a training, `evaluation.py` for an evaluation.
+
+Here are the checks that take a second, without torch and transformers: of the files that options name. A launch makes
+them before its launcher and ranks start, ranks of one machine before their rendezvous.
+"""
+
+from collections.abc import Sequence
+
+from dsft.config import user_code
+from dsft.config.deepspeed import read_zero_file
+from dsft.config.options import EvalConfig, TrainConfig
+from dsft.data.formats import format_rules
+from dsft.data.sources import find_sources
+from dsft.errors import UserError, raise_if_any, without_second_errors
+from dsft.models.model_folder import missing
+from dsft.runtime.distributed import ranks_per_node, world_size
+
+
+def check_before_rendezvous(options: TrainConfig | EvalConfig, problems: Sequence[str]) -> None:
+    """Checks the options' files, if all ranks are on one machine and see the same. Raises UserError for `problems`, of
+    reading the options, and for those of the files.
+    """
+    if ranks_per_node() == world_size():
+        check_named_files(options, problems)
+
+
+def check_named_files(options: TrainConfig | EvalConfig, problems: Sequence[str]) -> None:
+    """Raises UserError for `problems`, of reading the options, for missing models, tokenizers, adapters and data, and
+    for unreadable files: the DeepSpeed JSON, the user's own code, the first rows of the data. What may be on the hub is
+    not checked.
+    """
+    models = [options.model] if isinstance(options, TrainConfig) else options.model
+    named = [("model", name) for name in models] + [("tokenizer", options.tokenizer)]
+    entries = {"data": options.data}
+    of_files: list[str] = []
+    if isinstance(options, TrainConfig):
+        named.append(("adapter", options.adapter))
+        entries["eval_data"] = options.held_out_entries
+        if options.zero != "auto":
+            read_zero_file(options.zero, of_files)
+    else:
+        named.append(("reference", options.reference))
+    of_files += user_code.problems(options)
+    of_files += filter(None, (missing(key, name) for key, name in named if name))
+    for key, names in entries.items():
+        for source in find_sources(names, options, key=key, problems=of_files):
+            if source.hub:
+                continue
+            try:
+                format_rules(source.first_rows(), options)
+            except UserError as error:
+                of_files += [f"{key}: {problem}" for problem in error.problems]
+            except ValueError as error:
+                of_files.append(f"{key}: {source.name}: {error}")
+    raise_if_any([*problems, *without_second_errors(of_files, problems)])

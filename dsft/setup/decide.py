@@ -39,6 +39,7 @@ from dsft.config.options import (
     decide,
     shuffle_seed,
 )
+from dsft.config.reader import NOT_NEEDED
 from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_prompts, check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
@@ -69,7 +70,6 @@ from dsft.runtime.distributed import SAME_FILES, SAME_OPTIONS, ranks_per_node, r
 from dsft.runtime.hardware import Machine, has_gpu, this_machine
 from dsft.runtime.software import optimizer_problems
 from dsft.setup import arguments
-from dsft.setup.named_files import NOT_NEEDED
 
 NOT_SPREAD = {
     "torch_compile": "a compiled model has its attention fixed, and ranks exchange positions there",

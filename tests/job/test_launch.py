@@ -80,7 +80,7 @@ def test_a_restart_that_is_refused_keeps_the_options_of_the_run_that_it_continue
     (tmp_path / "options.yaml").write_text("model: old")
     codes = iter([1, 2])
     monkeypatch.setattr("dsft.launch._Job.run", lambda _: next(codes))
-    monkeypatch.setattr("dsft.launch.check_named_files", lambda _: [])
+    monkeypatch.setattr("dsft.launch.check_named_files", lambda *_: None)
     words = ["--model", "m", "--data", "d", "--output_dir", str(tmp_path)]
     assert launch(["--no_preflight", "--num_gpus", "1", "--max_restarts", "1", "train", *words]) == 2
     assert read_yaml(str(tmp_path / "options.yaml"), [])["model"] == "m"
