@@ -5,25 +5,27 @@ A run that is running, stopped early or was killed has less of both; the page sh
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from html import escape
 from importlib import resources
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy
 import pandas
 import yaml
 from markupsafe import Markup
+from numpy.typing import ArrayLike
 
 from dsft.checkpoints.run_folder import METRICS, read_options_of_run, read_run, samples_in
 from dsft.errors import UserError
 from dsft.perplexity.compare import compare_results, read_evaluations
 from dsft.perplexity.results import REPORTS
 from dsft.perplexity.sums import in_words
-from dsft.run_page.charts import NUM_COLOURS, Curve, Points, draw
 from dsft.runtime.disk import is_held
 from dsft.units import in_digits, in_time
 
@@ -37,6 +39,16 @@ CHARTS = {
     "peak_host_gib": "Peak host memory of the fullest rank, GiB",
 }
 """Metric -> title of its chart, without those of losses."""
+WIDTH = 520
+HEIGHT = 250
+LEFT = 58
+RIGHT = 14
+TOP = 12
+BOTTOM = 26
+NUM_COLOURS = 6
+MOST_POINTS = 600  # of a line; more cannot be seen
+SMOOTHED = 11  # neighbouring points averaged for the thick line of a noisy metric
+Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +60,7 @@ class Run:
     facts: dict[str, Any]
     """The content of run.json."""
     log: list[dict[str, Any]]
-    """The entries of metrics.jsonl, without NaN and infinite values."""
+    """The entries of metrics.jsonl; None in place of NaN and infinite values."""
 
     @property
     def status(self) -> str:
@@ -74,14 +86,11 @@ def read_runs(folders: Iterable[str]) -> list[Run]:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     entries = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    for line in text.splitlines():
         with contextlib.suppress(ValueError):  # a kill may truncate a line
-            entries.append({name: value for name, value in json.loads(line).items() if is_shown(value)})
+            entries.append(json.loads(line, parse_constant=lambda _: None))
     return entries
-
-
-def is_shown(value: Any) -> bool:
-    return isinstance(value, str) or (value is not None and isfinite(value))
 
 
 def report(*folders: str, out: str | None = None) -> Path:
@@ -142,34 +151,6 @@ def first_and_last(points: Points) -> str:
     return " → ".join(in_digits(value) for _, value in points[:1] + points[1:][-1:])
 
 
-def charts(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return title, SVG and legend of each chart for which the runs have values."""
-    logged = dict.fromkeys(name for run in runs for entry in run.log for name in entry)
-    titles = {"Loss, nats per token": {"loss": "training", "eval_loss": "held out"}}
-    titles["Loss of each held-out set"] = {name: name for name in logged if re.fullmatch("eval_.+_loss", name)}
-    titles |= {title: {metric: ""} for metric, title in CHARTS.items()}
-    charts = []
-    for title, metrics in titles.items():
-        curves = curves_of(runs, metrics)
-        if curves:
-            legend = [(curve.name, curve.colour) for curve in curves if curve.name]
-            charts.append({"title": title, "svg": draw(curves), "legend": legend})
-    return charts
-
-
-def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
-    """Return a curve for each run and each of its metrics among `metrics`, named by the metric's word."""
-    curves: list[Curve] = []
-    for run in runs:
-        for metric, word in metrics.items():
-            points = run.points(metric)
-            if points:
-                name = f"{run.name} {word}".strip() if len(runs) > 1 else word
-                has_dots = metric.startswith("eval_")
-                curves.append(Curve(name=name, points=points, colour=len(curves) % NUM_COLOURS, has_dots=has_dots))
-    return curves
-
-
 def perplexities(runs: list[Run]) -> dict[str, pandas.DataFrame]:
     """Return a table for each folder with results of several models, in a run's folder or beside it."""
     folders = set()
@@ -212,3 +193,97 @@ def folded(runs: list[Run]) -> dict[str, str]:
             text = yaml.safe_dump(run.facts.get(section), sort_keys=False, allow_unicode=True, width=100)
             texts[f"{section.capitalize()} of {run.name}"] = text
     return texts
+
+
+def charts(runs: list[Run]) -> list[dict[str, Any]]:
+    """Return title, SVG and legend of each chart for which the runs have values."""
+    logged = dict.fromkeys(name for run in runs for entry in run.log for name in entry)
+    titles = {"Loss, nats per token": {"loss": "training", "eval_loss": "held out"}}
+    titles["Loss of each held-out set"] = {name: name for name in logged if re.fullmatch("eval_.+_loss", name)}
+    titles |= {title: {metric: ""} for metric, title in CHARTS.items()}
+    charts = []
+    for title, metrics in titles.items():
+        curves = curves_of(runs, metrics)
+        if curves:
+            legend = [(curve.name, curve.colour) for curve in curves if curve.name]
+            charts.append({"title": title, "svg": draw(curves), "legend": legend})
+    return charts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One line of a chart."""
+
+    name: str
+    points: Points
+    colour: int
+    has_dots: bool = False
+    """For few points: each has a dot with its values. Other curves are thin and pale, below the mean of neighbours."""
+
+
+def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
+    """Return a curve for each run and each of its metrics among `metrics`, named by the metric's word."""
+    curves: list[Curve] = []
+    for run in runs:
+        for metric, word in metrics.items():
+            points = run.points(metric)
+            if points:
+                name = f"{run.name} {word}".strip() if len(runs) > 1 else word
+                has_dots = metric.startswith("eval_")
+                curves.append(Curve(name=name, points=points, colour=len(curves) % NUM_COLOURS, has_dots=has_dots))
+    return curves
+
+
+def draw(curves: list[Curve]) -> str:
+    """Return the SVG of some curves; at least one must have a point."""
+    points = numpy.concatenate([curve.points for curve in curves])
+    first, low = points.min(axis=0)
+    last, high = points.max(axis=0)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+
+    def across(x: ArrayLike) -> Any:
+        return numpy.interp(x, [first, last], [LEFT, WIDTH - RIGHT])
+
+    def up(y: ArrayLike) -> Any:
+        return numpy.interp(y, [low - margin, high + margin], [HEIGHT - BOTTOM, TOP])
+
+    parts = []
+    for value in round_numbers(low, high):
+        y = up(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
+    for value in round_numbers(first, last):
+        x = across(value)
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{short(value)}</text>')
+    for curve in curves:
+        every = math.ceil(len(curve.points) / MOST_POINTS)
+        xs, ys = numpy.transpose(curve.points[::every])
+        colour = f"var(--series-{curve.colour})"
+        lines = {f"stroke:{colour};stroke-width:2": ys}
+        if not curve.has_dots and len(ys) > SMOOTHED:
+            smooth = pandas.Series(ys).rolling(SMOOTHED, center=True, min_periods=1).mean()
+            lines = {f"stroke:{colour};stroke-width:1;opacity:.35": ys, f"stroke:{colour};stroke-width:2": smooth}
+        for style, values in lines.items():
+            places = [f"{x:.1f},{y:.1f}" for x, y in zip(across(xs), up(values), strict=True)]
+            parts.append(f'<polyline points="{" ".join(places)}" style="fill:none;stroke-linejoin:round;{style}"/>')
+        for x, y in curve.points if curve.has_dots else ():
+            text = escape(f"{curve.name}: {in_digits(y)} at {x:,.0f} tokens")
+            place = f'cx="{across(x):.1f}" cy="{up(y):.1f}"'
+            parts.append(f'<circle {place} r="4" style="fill:{colour}"><title>{text}</title></circle>')
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+
+
+def short(value: float) -> str:
+    """Format a number of an axis: 1.5M, 20k, 0.003, 2e-05."""
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:g}{letter}"
+    return f"{value:.6g}"
+
+
+def round_numbers(low: float, high: float) -> list[float]:
+    """Return about five numbers from low to high, multiples of a step with one digit."""
+    if low == high:
+        return [low]
+    step = float(f"{(high - low) / 4:.0e}")
+    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -8,8 +8,7 @@ import pytest
 from dsft.cli.commands import ReportOptions
 from dsft.cli.folders import run_report
 from dsft.errors import UserError
-from dsft.run_page.charts import Curve, draw
-from dsft.run_page.page import charts, headline, read_runs, report, tables
+from dsft.run_page.page import Curve, charts, draw, headline, read_runs, report, tables
 
 HOSTILE = "</style><img src=http://127.0.0.1:9/x onerror=alert(1)>"
 
