@@ -15,7 +15,7 @@ from typing import Any
 
 from dsft.config.options import EvalConfig, TrainConfig
 from dsft.config.reader import make_config, read_yaml
-from dsft.errors import UserError, raise_if_any
+from dsft.errors import raise_if_any
 from dsft.perplexity.compare import Comparisons, compare_results, read_evaluations
 from dsft.perplexity.evaluation import evaluate_models
 from dsft.perplexity.modes import mode_problems
@@ -37,8 +37,7 @@ def load_config(path: str | None = None, **options: Any) -> TrainConfig:
     """
     problems: list[str] = []
     values = read_yaml(path, problems) if path else {}
-    if values is None:
-        raise UserError(problems)
+    raise_if_any(problems)
     config = make_config(TrainConfig, values | options, problems)
     raise_if_any(problems)
     return config
@@ -55,8 +54,7 @@ def plan(model: str, *, machine: Machine | None = None, **options: Any) -> Choic
     """
     problems: list[str] = []
     training = make_config(TrainConfig, {"model": model, **options}, problems)
-    machine = machine or this_machine()
-    run = resolve_offline(training, machine, problems=problems)
+    run = resolve_offline(training, machine or this_machine(), problems=problems)
     return plan_run(run, must_fit=False)
 
 

@@ -11,6 +11,7 @@ it reads the end of the job there, since DeepSpeed's exit code is 0 if its child
 import contextlib
 import ctypes
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -159,10 +160,9 @@ def launch(argv: list[str]) -> int:
     problems: list[str] = []
     if name == "train":
         config = read_config(TrainConfig, words, problems, also=LaunchOptions)
-        output_dir = config.training.get("output_dir")
     else:
         config = read_evaluation(words, problems, also=LaunchOptions)
-        output_dir = config.output_dir
+    output_dir = config.value("output_dir")
     if not options.hostfile and not options.dry_run:  # files may exist on other nodes only
         check_named_files(config, problems)
     raise_if_any(problems)
@@ -295,19 +295,17 @@ def _values(name: str, words: list[str], config: TrainConfig | EvalConfig) -> di
         values = own_names(read_values(words, []), training_types(), [])
     else:  # a training's file would have another meaning without the flags
         defaults = EvalConfig()
-        names = field_types(EvalConfig)
-        values = {key: getattr(config, key) for key in names if getattr(config, key) != getattr(defaults, key)}
+        values = {name: config.value(name) for name in field_types(EvalConfig)}
+        values = {name: value for name, value in values.items() if value != defaults.value(name)}
+        values.pop("seq_len", None)
         if config.has_seq_len:
             values["seq_len"] = config.seq_len
-        else:
-            values.pop("seq_len", None)
-    return {key: list(value) if isinstance(value, (list, tuple)) else value for key, value in values.items()}
+    return json.loads(json.dumps(values))  # lists in place of tuples and subclasses, for YAML
 
 
 def _finished_step(file: Path, values: dict[str, Any]) -> int | None:
     """Return the last step of a finished training with the same options, which are in `file`; None if there is none."""
-    is_whole = file.is_file() and (file.parent / FINAL).is_dir()
-    if values.get("overwrite") or not is_whole:
+    if values.get("overwrite") or not (file.parent / FINAL).is_dir():
         return None
     run = known_run(file.parent)
     before = read_yaml(str(file), []) or {}
@@ -387,7 +385,7 @@ def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _examine(options: LaunchOptions, output_dir: str | None) -> bool:
     """Run `dsft doctor --quick` on the nodes; return whether it found no error."""
-    flags = {field.name: getattr(options, field.name) for field in dataclasses.fields(HostFields)}
+    flags = {name: getattr(options, name) for name in field_types(HostFields)}
     flags |= {"quick": True, "only_findings": True, "output_dir": output_dir}
     command = [sys.executable, "-m", "dsft.cli.doctor", *flag_words(flags)]
     return subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0

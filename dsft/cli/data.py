@@ -7,8 +7,6 @@ dsft prepare --config run.yaml
 dsft preview --config run.yaml --samples 5
 """
 
-import itertools
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +44,11 @@ def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     tokenizer = check_tokenizer(config, problems)
     if tokenizer and config.add_tokens:
         add_tokens(tokenizer, config.add_tokens, problems)
-    sources = {
-        key: check_sources(entries, config, tokenizer, key=key, problems=problems)
-        for key, entries in (("data", config.data), ("eval_data", config.held_out_entries))
-    }
+    sources = check_sources(config.data, config, tokenizer, key="data", problems=problems)
+    held_out = check_sources(config.held_out_entries, config, tokenizer, key="eval_data", problems=problems)
     raise_if_any(problems)
-    data = load_training_data(config, *sources.values(), tokenizer)
-    show_text(f"dsft: {', '.join(map(str, sources['data']))}: {describe_counts(data.counts)}")
+    data = load_training_data(config, sources, held_out, tokenizer)
+    show_text(f"dsft: {', '.join(map(str, sources))}: {describe_counts(data.counts)}")
     if data.held_out_counts:
         show_text(f"dsft: held out: {describe_counts(data.held_out_counts)}")
     for note in (*config.notes, *data.notes):
@@ -80,7 +76,8 @@ def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samp
 
     items = data.items
     is_packed = items.groups is not None
-    for index in np.linspace(0, len(items) - 1, min(samples, len(items))).astype(int).tolist():
+    num_shown = min(samples, len(items))
+    for index in np.linspace(0, len(items) - 1, num_shown, dtype=int).tolist():
         sequences = sequences_in([items[index]])
         tokens = sum(len(sequence["input_ids"]) for sequence in sequences)
         trained = sum(int((sequence["labels"] != IGNORED).sum()) for sequence in sequences)
@@ -89,9 +86,11 @@ def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samp
         for sequence in sequences:
             text = ""
             weights = np.where(sequence["labels"] != IGNORED, sequence.get("weights", 1), 0)
-            weighted_ids = zip(weights.tolist(), sequence["input_ids"].tolist(), strict=True)
-            for weight, group in itertools.groupby(weighted_ids, key=operator.itemgetter(0)):
-                piece = tokenizer.decode([token_id for _, token_id in group])
+            changes = np.flatnonzero(np.diff(weights)) + 1  # positions of tokens with another weight than before
+            for ids in np.split(sequence["input_ids"], changes):
+                weight = weights[0]
+                weights = weights[len(ids) :]
+                piece = tokenizer.decode(ids)
                 if weight:
                     piece = f"⟦{piece}⟧"
                 if weight not in (0, 1):

@@ -20,8 +20,7 @@ from dsft.checkpoints.run_folder import (
     check_new_folder,
     find_adapter,
     find_weights,
-    is_run,
-    read_run,
+    known_run,
 )
 from dsft.cli.commands import ChatOptions, CompareOptions, ExportOptions, FolderOptions, MergeOptions, ReportOptions
 from dsft.config.options import EvalConfig
@@ -73,7 +72,7 @@ def verify_checkpoint(options: FolderOptions) -> None:
         raise UserError(f"{path}: is not a folder")
     folders = [path]
     if not (path / MANIFEST).is_file():  # a run's folder, or a checkpoint whose files are reported as missing
-        folders = [*checkpoints(path), *(folder for folder in [path / FINAL] if folder.is_dir())] or [path]
+        folders = [*checkpoints(path), *filter(Path.is_dir, [path / FINAL])] or [path]
     raise_if_any([f"{folder}: {error}" for folder in folders for error in integrity_errors(folder, hash_tensors=True)])
     for folder in folders:
         files = plural(len(files_of(folder)), "file")
@@ -128,8 +127,9 @@ def run_chat(options: ChatOptions) -> str | None:
             f"{source}: its tokenizer has no chat template; --raw continues text, and --chat_template names the"
             " template that it was trained in (a file, or a preset such as chatml)"
         )
-    run = next((folder for folder in (Path(options.model), Path(options.model).parent) if is_run(folder)), None)
-    if run and not options.raw and read_run(str(run)).get("uses_chat_template") is False:
+    folder = Path(options.model)
+    facts = known_run(folder) or known_run(folder.parent)
+    if not options.raw and facts.get("uses_chat_template") is False:
         note = "dsft: note: this model was trained on rows without its chat template; --raw continues text"
         print(note, file=sys.stderr)
     model = build_model(config, dtype=resolve_dtype(options.dtype)).eval()

@@ -7,7 +7,7 @@ dsft --version
 """
 
 import errno
-import importlib
+import pkgutil
 import sys
 
 from dsft.cli.commands import COMMANDS
@@ -51,8 +51,9 @@ def main(argv: list[str] | None = None) -> None:
     if name not in COMMANDS:
         raise UserError(f"unknown command {name!r}; dsft --help lists them{nearest(name, [*COMMANDS, *SYNONYMS])}")
     if {"-h", "--help"} & set(words):
-        launched = next((word for word in words if word in ("train", "eval")), name)
-        show_text(command_help(launched if name == "launch" else name, everything="all" in words))
+        if name == "launch":
+            name = next((word for word in words if word in ("train", "eval")), name)
+        show_text(command_help(name, everything="all" in words))
         return
     if name in ("train", "eval", "launch"):
         from dsft.launch import launch
@@ -81,11 +82,10 @@ def run_command(name: str, words: list[str]) -> None:
     quiet_libraries()
     if name in SLOW and sys.stderr.isatty():
         print("dsft: loading PyTorch and transformers", file=sys.stderr)
-    module, _, function = command.function.partition(":")
     with quick_imports():
-        room = importlib.import_module(module)
+        function = pkgutil.resolve_name(command.function)
     try:
-        getattr(room, function)(*arguments)
+        function(*arguments)
     except OSError as error:  # about a file that the command's words name
         if error.filename is None and error.errno not in FULL:
             raise

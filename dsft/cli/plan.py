@@ -74,19 +74,21 @@ def read_machines(options: PlanOptions) -> list[Machine]:
 def machine_on_paper(gpus: str) -> Machine:
     """Return a node with GPUs given by name or memory: 8xH100, 8x80GB."""
     number, word = split_gpus(gpus)
+    size = 0
+    gpu_type = ""
     if word[:1].isdigit() and not cards_named(word):
         size = parse_bytes(word)
-        card = CARDS[card_of(Machine(nodes=1, ranks_per_node=1, device_bytes=size, host_bytes=0, has_gpu=True))]
-        gpu_type = ""
     else:
         gpu_type = choose_card(word)
-        card = CARDS[gpu_type]
-        size = card.usable_bytes
-    return Machine(
+    machine = Machine(
         nodes=1,
         ranks_per_node=number,
-        device_bytes=card.usable_bytes if size >= 0.98 * card.memory_gb * GB else size,
+        device_bytes=size,
         host_bytes=1000 * GB,
         has_gpu=True,
         gpu_type=gpu_type,
     )
+    card = CARDS[gpu_type or card_of(machine)]
+    if gpu_type or size >= 0.98 * card.memory_gb * GB:
+        return dataclasses.replace(machine, device_bytes=card.usable_bytes)
+    return machine

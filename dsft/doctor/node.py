@@ -46,34 +46,39 @@ def node_facts(
         port: the port that rank 0 will listen on, if it starts here.
         quick: without compiling a program.
     """
-    gpus, gpu_error = read_gpus()
-    is_cpu_only = os.environ.get("DS_ACCELERATOR") == "cpu"
+    gpus = []
+    gpu_error = ""
+    if os.environ.get("DS_ACCELERATOR") != "cpu":
+        gpus, gpu_error = read_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.startswith(("GPU-", "MIG-")):
         chosen = visible.replace(" ", "").split(",")
         gpus = [gpu for gpu in gpus if str(gpu["index"]) in chosen]
-    usable = [] if is_cpu_only else gpus
-    parent = existing_parent(Path(output_dir)) if output_dir else None
-    output_error = write_error(parent) if parent else ""
-    folders = {str(folder): free_bytes(folder) for folder in filter(None, (parent, user_cache(), Path("/dev/shm")))}
+    folders = [user_cache(), Path("/dev/shm")]
+    output_error = ""
+    if output_dir:
+        parent = existing_parent(Path(output_dir))
+        folders.insert(0, parent)
+        if error := write_error(parent):
+            output_error = f"{parent}: {error}"
     return {
         "host": socket.gethostname(),
         "addresses": [address for address in reachable_addresses() if ":" not in address],
-        "slots": slots or len(usable) or 1,
-        "gpus": usable,
-        "gpu_error": "" if is_cpu_only else gpu_error,
+        "slots": slots or len(gpus) or 1,
+        "gpus": gpus,
+        "gpu_error": gpu_error,
         "cores": cpu_count(),
         "available_bytes": free_host_bytes(),
-        "free_bytes": folders,
+        "free_bytes": {str(folder): free_bytes(folder) for folder in folders},
         "versions": {
             **numeric_versions(),
             **{name: version_of(name) for name in PACKAGES},
             "dsft commit": git_commit() or "no checkout",
             "dsft code": code_hash(),
-            "GPU driver": next((gpu["driver"] for gpu in usable), "none"),
-            "GPU type": ", ".join(sorted({gpu["name"] for gpu in usable})) or "none",
+            "GPU driver": next((gpu["driver"] for gpu in gpus), "none"),
+            "GPU type": ", ".join(sorted({gpu["name"] for gpu in gpus})) or "none",
         },
-        "output_error": output_error and f"{parent}: {output_error}",
+        "output_error": output_error,
         "port_error": port_error(port) if port else "",
         "interface_error": interface_error(),
         "compile_error": "" if quick else compile_error(),

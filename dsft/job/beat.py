@@ -305,14 +305,13 @@ class _Beat(threading.Thread):
     def _is_cut_off(self, now: float) -> bool:
         """Return whether the ranks of all other nodes, at least two, are silent."""
         hosts = set()
-        heard = set()
+        last_change = 0.0
         for rank, host in enumerate(self.hosts):
             entry = self.entries.get(f"rank {rank}")
             if host != self.host and entry is not None:
                 hosts.add(host)
-                if now - entry.changed < self.lost_timeout / 2:
-                    heard.add(host)
-        return len(hosts) > 1 and not heard
+                last_change = max(last_change, entry.changed)
+        return len(hosts) > 1 and now - last_change >= self.lost_timeout / 2
 
     def _look_for_stall(self, now: float) -> None:
         """Find the rank with least progress: all ranks wait for one that hangs, and reach their limits together."""

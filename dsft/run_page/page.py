@@ -80,7 +80,8 @@ def read_runs(folders: Iterable[str]) -> list[Run]:
     for folder in dict.fromkeys(folders):
         path = Path(folder).expanduser()
         read_options_of_run(str(path))  # raises if it is not a run of dsft
-        runs.append(Run(name=str(path), folder=path, facts=read_run(str(path)), log=read_log(path / METRICS)))
+        facts = read_run(str(path))
+        runs.append(Run(name=str(path), folder=path, facts=facts, log=read_log(path / METRICS)))
     return runs
 
 
@@ -148,7 +149,8 @@ def run_summary(run: Run) -> dict[str, str]:
 
 
 def first_and_last(points: Points) -> str:
-    return " → ".join(in_digits(value) for _, value in points[:1] + points[1:][-1:])
+    ends = dict.fromkeys(points[:1] + points[-1:])
+    return " → ".join(in_digits(value) for _, value in ends)
 
 
 def perplexities(runs: list[Run]) -> dict[str, pandas.DataFrame]:
@@ -180,7 +182,8 @@ def tables(runs: list[Run]) -> dict[str, pandas.DataFrame]:
         for entry in run.log:
             samples += [(f"{entry['step']:,}", *sample) for sample in samples_in(entry)]
         tables[f"Samples of {run.name}"] = pandas.DataFrame(samples, columns=["step", "prompt", "answer"])
-        counts = [(name.replace("_", " "), value) for name, value in (run.facts.get("data") or {}).items() if value]
+        data = run.facts.get("data") or {}
+        counts = [(name.replace("_", " "), data[name]) for name in data if data[name]]
         tables[f"Training data of {run.name}"] = pandas.DataFrame(counts, columns=["", "number"], dtype=object)
     return {title: frame for title, frame in tables.items() if not frame.empty}
 
@@ -259,13 +262,14 @@ def draw(curves: list[Curve]) -> str:
         every = math.ceil(len(curve.points) / MOST_POINTS)
         xs, ys = numpy.transpose(curve.points[::every])
         colour = f"var(--series-{curve.colour})"
-        lines = {f"stroke:{colour};stroke-width:2": ys}
+        lines = {"stroke-width:2": ys}
         if not curve.has_dots and len(ys) > SMOOTHED:
             smooth = pandas.Series(ys).rolling(SMOOTHED, center=True, min_periods=1).mean()
-            lines = {f"stroke:{colour};stroke-width:1;opacity:.35": ys, f"stroke:{colour};stroke-width:2": smooth}
+            lines = {"stroke-width:1;opacity:.35": ys, "stroke-width:2": smooth}
         for style, values in lines.items():
             places = [f"{x:.1f},{y:.1f}" for x, y in zip(across(xs), up(values), strict=True)]
-            parts.append(f'<polyline points="{" ".join(places)}" style="fill:none;stroke-linejoin:round;{style}"/>')
+            style = f"fill:none;stroke-linejoin:round;stroke:{colour};{style}"
+            parts.append(f'<polyline points="{" ".join(places)}" style="{style}"/>')
         for x, y in curve.points if curve.has_dots else ():
             text = escape(f"{curve.name}: {in_digits(y)} at {x:,.0f} tokens")
             place = f'cx="{across(x):.1f}" cy="{up(y):.1f}"'

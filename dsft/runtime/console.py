@@ -53,14 +53,15 @@ def set_up_screen() -> None:
     level = logging.ERROR if rank() else logging.WARNING
     logging.getLogger("DeepSpeed").setLevel(level)
     transformers.logging.set_verbosity(level)
-    shows_downloads = not (rank() or are_progress_bars_disabled()) and bars_are_seen()
+    shows_bars = bars_are_seen() and not rank()
+    shows_downloads = shows_bars and not are_progress_bars_disabled()
     transformers.logging.disable_progress_bar()  # of loading and saving weights, and of the hub's downloads
     if shows_downloads:
         enable_progress_bars()
     logging.getLogger(OPERATOR_LOG).setLevel(logging.ERROR)
     # At each start it reports that the Trainer set the model's end tokens to the tokenizer's.
     logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
-    if rank() or not bars_are_seen():
+    if not shows_bars:
         datasets.disable_progress_bars()
 
 

@@ -150,8 +150,7 @@ def stop_ranks() -> None:
     """
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        wait_for_all()
+    wait_for_all()
     watchdog.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -463,8 +462,8 @@ def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
         value = values.get(name, NOT_SET)
         other = of_rank_0.get(name, NOT_SET)
         if value != other:
-            unlike = (place for place, (here, there) in enumerate(zip(value, other, strict=False)) if here != there)
-            start = max(0, next(unlike, min(len(value), len(other))) - LONGEST_VALUE // 2)
+            num_equal = len(os.path.commonprefix([value, other]))  # noqa: RUF071  of characters
+            start = max(0, num_equal - LONGEST_VALUE // 2)
             part = slice(start, start + LONGEST_VALUE)
             dots = "..." if start else ""
             both = f"{dots}{other[part]} on rank 0, and {dots}{value[part]}"

@@ -75,9 +75,9 @@ def parse_bytes(text: str) -> int:
 
 
 def split_gpus(text: str) -> tuple[int, str]:
-    """ "8x80GB" -> (8, "80GB"), "8xH100" -> (8, "H100"). Raises UserError for any other form or an unknown GPU."""
-    match = re.fullmatch(r"(\d+)\s*x\s*(.+)", text.strip())
-    if not match or int(match[1]) < 1:
+    """ "8x80GB" -> (8, "80GB"), "8xH100" -> (8, "H100"). Raises UserError for any other form."""
+    match = re.fullmatch(r"(0*[1-9]\d*)\s*x\s*(.+)", text.strip())
+    if not match:
         raise UserError(
             f"--gpus {text!r}: write the number of GPUs of one node and the card or its memory, for example 8x80GB"
         )
@@ -147,19 +147,17 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-GPU_FILES = "/dev/nvidia[0-9]*"
-"""Device files of NVIDIA's driver, one for each GPU."""
-
-
 def _has_driver() -> bool:
     """Return whether torch could find a GPU; saves the second of importing it on a machine without one."""
-    if glob.glob(GPU_FILES):
-        return True
     try:
         ctypes.CDLL("libcuda.so.1")  # NVIDIA's driver; CUDA's libraries look for it by this name
     except OSError:
         return False
     return True
+
+
+GPU_FILES = "/dev/nvidia[0-9]*"
+"""Device files of NVIDIA's driver, one for each GPU."""
 
 
 def require_seen_gpus() -> None:
@@ -198,17 +196,12 @@ def default_ranks() -> int:
     return torch.cuda.device_count()
 
 
-def cpu_rank_bytes(host_bytes: int, ranks: int) -> int:
-    """Return the device memory of a CPU rank: its share of the host's, without 15 % for system and launcher."""
-    return int(0.85 * host_bytes / ranks)
-
-
 def this_machine(*, ranks_per_node: int | None = None) -> Machine:
     """Measure this machine."""
     ranks = ranks_per_node or default_ranks()
     host = host_memory_bytes()
     gpu_type = ""
-    device = cpu_rank_bytes(host, ranks)
+    device = int(0.85 * host / ranks)  # a CPU rank's share, without 15 % for system and launcher
     if has_gpu():
         import torch
 
@@ -341,7 +334,7 @@ def which_memory(error: BaseException) -> Memory | None:
     if not SAID_OF_GPU.search(str(error)):
         return None
     frames = traceback.extract_tb(error.__traceback__)[-1:]
-    is_pinning = any("pin_memory" in frame.name or "pin_memory" in (frame.line or "") for frame in frames)
+    is_pinning = any("pin_memory" in f"{frame.name} {frame.line}" for frame in frames)
     return "pinned host" if is_pinning or "pin memory thread" in str(error) else "GPU"
 
 

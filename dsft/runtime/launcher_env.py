@@ -31,8 +31,11 @@ MPI_NAMES = {
 """Rank, number of ranks, and the same within the node, in the variables of each mpirun."""
 MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 LEFT_OVER = (
-    *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"),
-    *("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_MEGATRON_LM"),
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_TORCH_DEVICE",
+    "ACCELERATE_DYNAMO_BACKEND",
+    "ACCELERATE_USE_MEGATRON_LM",
 )
 """Variables of an earlier `accelerate launch`, which would override `dtype`, the machine and `torch_compile`."""
 LOOPBACK = "127.0.0.1"
@@ -60,8 +63,13 @@ def ranks_per_node() -> int:
 
 def launchers_of(given: Mapping[str, str]) -> list[str]:
     """Return the launchers that started this rank, for run.json; empty without one."""
-    signs = {"torchrun": "TORCHELASTIC_RUN_ID", "mpirun": MPI_NAMES["OpenMPI"][0], "srun": "SLURM_STEP_ID"}
-    signs |= {"accelerate": "ACCELERATE_CONFIG_DS_FIELDS", "deepspeed": "CROSS_RANK"}
+    signs = {
+        "torchrun": "TORCHELASTIC_RUN_ID",
+        "mpirun": "OMPI_COMM_WORLD_RANK",
+        "srun": "SLURM_STEP_ID",
+        "accelerate": "ACCELERATE_CONFIG_DS_FIELDS",
+        "deepspeed": "CROSS_RANK",
+    }
     return [name for name, variable in signs.items() if variable in given]
 
 
@@ -136,9 +144,17 @@ def launcher_variables(given: Mapping[str, str]) -> dict[str, str]:
         local_rank = str(int(given["SLURM_LOCALID"]) % num_gpus)
         address = first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"])
         number = int(given["SLURM_JOB_ID"])
-    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
-    variables |= {"LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": str(20_000 + number % 10_000)}  # rarely shared
-    return variables | ({"MASTER_ADDR": address} if address else {})
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_SIZE": local_size,
+        "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_PORT": str(20_000 + number % 10_000),  # rarely shared
+    }
+    if address:
+        variables["MASTER_ADDR"] = address
+    return variables
 
 
 _reserved: deque[socket.socket] = deque(maxlen=64)  # returned ports, held until this process exits
