@@ -30,11 +30,7 @@ from dsft.setup.evaluation import check_evaluation
 
 
 def load_config(path: str | None = None, **options: Any) -> TrainConfig:
-    """Return the checked options of a YAML file; `options` override them.
-
-    Raises:
-        UserError: with every problem found.
-    """
+    """Return the checked options of a YAML file; `options` override them. Raises UserError with every problem."""
     problems: list[str] = []
     values = read_yaml(path, problems) if path else {}
     raise_if_any(problems)
@@ -59,12 +55,8 @@ def plan(model: str, *, machine: Machine | None = None, **options: Any) -> Choic
 
 
 def evaluate(*, progress: bool = True, **options: Any) -> Evaluation:
-    """Return the perplexity of one model on one data set, computed in this process (or on all ranks, if every rank
-    calls it), with the options of `dsft eval`.
-
-    Raises:
-        UserError: with every problem found.
-        TrainingStopped: if a loss is NaN or infinite.
+    """Return the perplexity of one model on one data set, in this process or on all ranks if each calls it, with the
+    options of `dsft eval`. Raises UserError with every problem; TrainingStopped if a loss is NaN or infinite.
     """
     set_up_screen()
     problems: list[str] = []

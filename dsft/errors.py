@@ -51,9 +51,7 @@ class _TimeIsUp(BaseException):
 
 @contextlib.contextmanager
 def limited_time(doing: str) -> Iterator[None]:
-    """Raise UserError if the body computes for longer than MOST_SECONDS: foreign text, such as a regular expression or
-    the loops of a template, may run forever. In the main thread only, whose virtual timer it uses.
-    """
+    """Raise UserError if the body, such as a foreign template, computes for over MOST_SECONDS. Main thread only."""
 
     def stop(*_: Any) -> None:
         raise _TimeIsUp
@@ -109,9 +107,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def without_second_errors(problems: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the problems without those of options that `known` problems already name or suggest: an error about an
-    unset default is not useful.
-    """
+    """Return the problems without those of options that `known` problems already name or suggest."""
     names: set[str] = set()
     for problem in known:
         names.update(re.findall(r"(?:^-*|did you mean ')(\w+)", problem))

@@ -96,10 +96,7 @@ PASSWORD_IN_URL = re.compile(r"//[^/@\s]*:[^/@\s]+@")
 
 
 def hosts_of(options: HostFields) -> dict[str, int]:
-    """Return the hosts on which `deepspeed --hostfile` with these options starts ranks, that of rank 0 first -> their
-    number of ranks; empty without a host file. Raises UserError for a missing or malformed file, a filter for an
-    unknown host or slot, or exclusive options.
-    """
+    """Return the hosts that DeepSpeed starts ranks on, rank 0's first -> their ranks; empty without a host file."""
     hostfile = options.hostfile
     if not hostfile:
         if options.include or options.exclude:
@@ -126,9 +123,7 @@ def hosts_of(options: HostFields) -> dict[str, int]:
 
 
 def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
-    """Parse `[options] train|eval [words]` to (options, "train" or "eval", words of the run); options may also be among
-    the words. The first words of an evaluation are its models. Raises UserError.
-    """
+    """Parse `[options] train|eval [words]`, with options among the words too. An evaluation begins with its models."""
     problems: list[str] = []
     values, words = read_options(LaunchOptions, argv, problems)
     options = LaunchOptions(**values)
@@ -150,9 +145,7 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
 
 
 def launch(argv: list[str]) -> int:
-    """Start the job of `[options] train|eval [words]`, restart it after failures up to `max_restarts` times, and return
-    the exit code. Raises UserError if an option is wrong or the preflight found an error.
-    """
+    """Start the job of `[options] train|eval [words]`, again after failures, and return the exit code."""
     options, name, words = read_launch(argv)
     if not options.hostfile and launcher_variables(os.environ):
         # One of several tasks of srun or mpirun: this process becomes that rank.
@@ -244,9 +237,7 @@ def _local_ranks(options: LaunchOptions) -> int:
 
 
 def _command(options: LaunchOptions, nodes: list[str], num_ranks: int, name: str, file: Path) -> list[str]:
-    """Return the command that starts all ranks with the options in `file`. Raises UserError if pdsh is missing, or a
-    path cannot be passed through it.
-    """
+    """Return the command that starts all ranks with the options in `file`. Raises UserError if it cannot work."""
     words = ["--config", str(file)]
     if not nodes and num_ranks == 1:  # DeepSpeed's launcher would need as much CPU time as the rank's own start
         return [sys.executable, "-u", "-m", MODULES[name], *words]
@@ -340,9 +331,7 @@ def _write_private(file: Path, text: str) -> None:
 
 
 def _check_as_rank_0(name: str, words: list[str], num_ranks: int) -> int:
-    """Run the ranks' entry for the checks that need no other rank, in a process whose memory, also on a GPU, is freed
-    before ranks start; return its exit code.
-    """
+    """Return the exit code of rank 0's own checks, in a process whose memory is freed before ranks start."""
     show_text("dsft: checking options, data and models before ranks start")
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks)}
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}  # the ranks warn
@@ -369,9 +358,7 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def remote_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that `dsft doctor --hostfile` sets on the other nodes, between double quotes: those that
-    `dsft launch` forwards, and the lines of the user's `.deepspeed_env`, in the order in which DeepSpeed reads them.
-    """
+    """Return the variables of the other nodes, between double quotes: forwarded ones, and those of `.deepspeed_env`."""
     variables = {}
     for name, value in forwarded(environment).items():
         variables[name] = re.sub(r"([\\\"$`])", r"\\\1", value)
@@ -452,9 +439,7 @@ class _Job:
     process: subprocess.Popen | None = None
 
     def run(self) -> int:
-        """Run the job and return the exit code. SIGUSR1, a first SIGTERM and a first Ctrl-C ask the ranks to save and
-        exit; SIGHUP and a second one of them end the ranks on all nodes.
-        """
+        """Run the job and return the exit code. A first signal asks ranks to save and exit; a second one ends them."""
         environment = dict(os.environ)
         if self.store is None:
             environment |= SINGLE_PROCESS_ENV | {"LOCAL_SIZE": "1"}
@@ -582,9 +567,7 @@ class _Job:
         process.wait()
 
     def _kill_remote_ranks(self) -> None:
-        """Kill ranks that do not notice the end of ssh: those that still wait for the others would wait for
-        start_timeout, and a stopped one for lost_timeout.
-        """
+        """Kill ranks that do not notice the end of ssh, and would wait for start_timeout or lost_timeout."""
         pattern = f"dsft.* --config {re.escape(str(self.env_file.with_name(OPTIONS_FILE)))}"
         _run_on(self.nodes, f"pkill -KILL -f -- '{pattern}'")
 

@@ -51,11 +51,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def finetune_with(options: TrainConfig, problems: Sequence[str] = ()) -> "PerplexityTrainer | None":
-    """Check the options, join the other ranks and train.
-
-    Args:
-        problems: of reading the options, to be raised with the others.
-    """
+    """Check the options, join the other ranks and train. `problems`: of reading the options, raised with the others."""
     check_before_rendezvous(options, problems)
     if CHECKS_ALONE in os.environ:
         with quick_imports():

@@ -1,6 +1,4 @@
-"""Shared by all packages: dsft's format of units and JSON, a batch, the padded width of rows, the label of ignored
-tokens.
-"""
+"""Shared by all packages: formats of units and JSON, a batch, the padded width of rows, the ignored label."""
 
 import contextlib
 import json

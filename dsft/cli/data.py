@@ -1,10 +1,6 @@
 """`dsft prepare` and `dsft preview`: tokenise the data of a training in advance, and show it.
 
-No GPU and no weights are needed. Problems of options and files are reported before torch is loaded, which takes
-seconds.
-
-dsft prepare --config run.yaml
-dsft preview --config run.yaml --samples 5
+No GPU and no weights are needed. Problems of options and files are reported before torch is loaded.
 """
 
 from collections.abc import Sequence
@@ -26,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
-    """Tokenise the data of a training in advance, or print samples as the model will see them, with statistics. Raises
-    UserError with every problem of the options, the tokenizer and the data.
-    """
+    """Tokenise the data of a training, or print samples of it. Raises UserError with every problem."""
     problems: list[str] = []
     config = read_config(TrainConfig, argv, problems, also=type(options))
     needless = ("output_dir: missing", *(["model: missing"] if config.tokenizer else []))

@@ -74,10 +74,8 @@ def examine(
     Args:
         nodes: all nodes of the job, that of rank 0 first -> their ranks; None for one per GPU, else one.
         variables: environment of the processes that ssh starts; None if the only node is this machine.
-        output_dir: the run's folder; empty for none.
         port: that rank 0 will listen on; None for a free one.
         master: address of rank 0; empty for the first address of the first node.
-        quick: without compiling and measuring.
     """
     report = Report()
     first = next(iter(nodes))
@@ -125,9 +123,7 @@ def _ask_all(
     seconds: float,
     findings: list[Finding],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Asks all nodes at once; returns the answers in the order of the questions, without nodes that only led to one of
-    `findings`.
-    """
+    """Asks all nodes at once; returns the answers, and adds a finding for each node without."""
 
     def ask(name: str) -> list[dict[str, Any]] | Finding:
         words = [sys.executable, "-m", "dsft.doctor.node", command, json.dumps(questions[name])]
@@ -170,11 +166,7 @@ def answers_of(name: str, words: list[str], seconds: float) -> list[dict[str, An
 
 
 def examine_launched(*, output_dir: str, quick: bool) -> Report:
-    """Examines the nodes of this launch; collective over all ranks. Every rank returns the report.
-
-    Raises:
-        RuntimeError: a rank did not join in time; torch's error says how many did.
-    """
+    """Examines the nodes of this launch, on every rank. Raises torch's RuntimeError if a rank does not join in time."""
     measured = measure_rank(output_dir=output_dir, quick=quick)
     hosts = distributed.from_all([measured["host"]])
     facts = None
@@ -191,11 +183,7 @@ def examine_launched(*, output_dir: str, quick: bool) -> Report:
 
 
 def run(options: DoctorOptions, run_words: list[str]) -> None:
-    """Examines the nodes and prints the report. The process exits with code 2 if an error was found.
-
-    Raises:
-        UserError: unknown options.
-    """
+    """Examines the nodes and prints the report; exits with code 2 if it has an error. Raises UserError."""
     problems: list[str] = []
     known = [*training_types(), *field_types(EvalConfig, DoctorOptions)]  # a preflight may be for either kind of run
     values = own_names(read_values(run_words, problems) or {}, known, [])

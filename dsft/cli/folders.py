@@ -64,9 +64,7 @@ def show_checkpoints(options: FolderOptions) -> None:
 
 
 def verify_checkpoint(options: FolderOptions) -> None:
-    """Compare every file of a checkpoint, or of all in a run's folder, with the manifest. Raises UserError with
-    everything that differs.
-    """
+    """Compare every file of a checkpoint, or of all in a run's folder, with the manifest. Raises UserError."""
     path = Path(options.folder)
     if not path.is_dir():
         raise UserError(f"{path}: is not a folder")
@@ -99,9 +97,7 @@ def chat(model: str, prompt: str, **options: Any) -> str:
 
 
 def run_chat(options: ChatOptions) -> str | None:
-    """Answer each typed line, or only `prompt`, in the model's own chat template. transformers' TextStreamer prints
-    answers as they are generated. Raises UserError if there is no model or chat template, or, with `prompt`, no answer.
-    """
+    """Answer each typed line, or `prompt`, as transformers' TextStreamer prints it. Raises UserError."""
     if problem := missing("model", options.model):
         raise UserError(problem)
     source = str(find_weights(options.model)) if Path(options.model).exists() else options.model
@@ -209,9 +205,7 @@ def run_report(options: ReportOptions) -> None:
 
 
 def run_compare(options: CompareOptions) -> None:
-    """Print a table of comparisons, or one JSON object. Raises UserError if results are missing, or have other texts or
-    windows.
-    """
+    """Print a table of comparisons, or one JSON object. Raises UserError if results cannot be compared."""
     with quick_imports():
         from dsft.perplexity.compare import compare_results, read_evaluations
         from dsft.perplexity.results import finite

@@ -104,9 +104,7 @@ def usage(name: str) -> str:
 
 
 def command_groups(command: Command, *, everything: bool = True) -> Groups:
-    """Returns the groups of a command's options; for train and eval those of the run, then those of the launch. Without
-    `everything` only the common ones, if the command has some.
-    """
+    """Returns the groups of a command's options, those of the run first; without `everything` only the common ones."""
     if not command.common:
         return class_groups(command.options)
     groups = class_groups(command.run_options)
@@ -124,9 +122,7 @@ def command_groups(command: Command, *, everything: bool = True) -> Groups:
 
 
 def class_groups(cls: type) -> Groups:
-    """Returns a group for `cls` and each base class with options, under its docstring; an option is in the group of the
-    class that declares it last.
-    """
+    """Returns a group, with its docstring, for `cls` and each base class; an option is in that of its last class."""
     fields = options_of(cls)
     types = field_types(cls)
     groups = {}

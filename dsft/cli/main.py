@@ -3,7 +3,6 @@
 dsft train --config run.yaml      prints and runs the right command for this machine: `deepspeed`, or a single rank
 dsft --help                       all commands
 dsft train --help [all]           the common options of a command, or all of them
-dsft --version
 """
 
 import errno

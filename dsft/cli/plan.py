@@ -1,6 +1,5 @@
-"""`dsft plan`: options of a training and a machine (this one measured, or one on paper) -> the training's decisions.
-
-Problems of the options are reported before torch is loaded, which takes seconds; plan_answers.py does the work.
+"""`dsft plan`: options of a training and a machine (measured, or on paper) -> the training's decisions. Problems of the
+options are reported before torch is loaded.
 """
 
 import dataclasses
@@ -22,9 +21,7 @@ from dsft.units import GB
 
 
 def run(options: PlanOptions, argv: Sequence[str]) -> None:
-    """Print the decisions of a training with the options of `argv`, or another answer that `options` request. Raises
-    UserError with every problem of the options, the machine or the model.
-    """
+    """Print the decisions of a training, or another answer that `options` request. Raises UserError."""
     problems: list[str] = []
     asked = [f"--{name}" for name in ("perplexity", "longest", "out", "explain") if getattr(options, name)]
     if len(asked) > 1 and (options.perplexity or options.longest):
@@ -48,9 +45,7 @@ def run(options: PlanOptions, argv: Sequence[str]) -> None:
 
 
 def read_machines(options: PlanOptions) -> list[Machine]:
-    """Return the machines of the hardware options: this one, or one for each entry of --gpus. Raises UserError for an
-    impossible number, a text that cannot be parsed, and GPUs of this machine that torch does not see.
-    """
+    """Return this machine, or one for each entry of --gpus. Raises UserError for one that cannot be."""
     hosts = hosts_of(HostFields(hostfile=options.hostfile))
     if hosts and options.nodes != 1:
         raise UserError(f"--nodes {options.nodes}: --hostfile {options.hostfile} has {len(hosts)}; keep one")

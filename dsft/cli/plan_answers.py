@@ -54,8 +54,7 @@ class Alternative:
 
 
 def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine], words: Sequence[str]) -> None:
-    """Print the answer for one machine or several. Exits with NOTHING_FITS if nothing fits. Raises UserError with every
-    problem of the model.
+    """Print the answer for one machine or several; exits with NOTHING_FITS if nothing fits.
 
     Args:
         training: as the user wrote it, without decisions.
@@ -214,9 +213,7 @@ def plans_table(plans: Iterable[tuple[str, Plan]], *, shards: bool = True) -> Ta
 
 
 def whole_training(tokens: float | None, run: TrainingRun, plan: Plan) -> tuple[float, str] | None:
-    """Return (seconds of the whole training, its steps or epochs): by `max_steps`, or by its epochs over `tokens`, else
-    over those of the data; None if neither is known.
-    """
+    """Return (seconds of the training, its steps or epochs), by `max_steps`, `tokens` or the data; None if unknown."""
     if not plan.has_time_estimate:
         return None
     training = run.options.training
@@ -282,9 +279,7 @@ def answer_perplexity(options: PlanOptions, run: TrainingRun) -> bool:
 
 
 def write_plan(folder: Path, plan: Plan, run: TrainingRun) -> None:
-    """Write deepspeed.json to `folder`, with "auto" for values of the training's options. Raises OSError if it already
-    exists, or the folder is not writable.
-    """
+    """Write a new deepspeed.json to `folder`, with "auto" for values of the training's options."""
     config = plan.deepspeed_config | {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
@@ -297,9 +292,7 @@ def write_plan(folder: Path, plan: Plan, run: TrainingRun) -> None:
 
 
 def ways_to_fit(options: TrainConfig, machine: Machine, nodes: Sequence[int]) -> list[Alternative]:
-    """Return changes with which a training fits that does not: of each kind the smallest sufficient one. Those without
-    an effect do not fit either.
-    """
+    """Return changes with which a training fits that does not: of each kind the smallest sufficient one."""
     lengths = [options.seq_len // 2**power for power in range(1, 8)]
     kinds = {
         "zero": ["auto"],

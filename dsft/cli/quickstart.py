@@ -172,9 +172,7 @@ def is_right(answer: str, row: dict) -> bool:
 
 
 def run(options: QuickstartOptions) -> None:
-    """Run every step in a new folder; at the end print answers before and after LoRA, and what to do next. Raises
-    UserError if the folder is not empty.
-    """
+    """Run every step in a new folder; then print answers before and after LoRA, and what to do next."""
     start = time.perf_counter()
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -205,11 +203,7 @@ def run(options: QuickstartOptions) -> None:
 
 
 def show_results(folder: Path, *, base: Path, start: float) -> None:
-    """Print answers before and after, and what to do next.
-
-    Args:
-        start: of the steps, by time.perf_counter().
-    """
+    """Print answers before and after, and what to do next. `start`: of the steps, by time.perf_counter()."""
     rows = [json.loads(line) for line in (folder / "orders" / "held_out.jsonl").open(encoding="utf-8")]
     answers = {"before": answer_orders(base, rows), "after": answer_orders(folder / "merged", rows)}
     show_text("")

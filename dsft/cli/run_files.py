@@ -99,9 +99,7 @@ def _shape_lines(source: Source, rows: list[Row]) -> str:
 
 
 def _held_out_share(source: Source, number: int) -> float:
-    """Return the share of the rows to hold out, at least one row; 0 if there is only one. `number`: at most
-    COUNTED_ROWS. For a text file, its end is held out.
-    """
+    """Return the share of the rows (at most COUNTED_ROWS) to hold out, at least one row; 0 if there is only one."""
     if number == COUNTED_ROWS:
         return 0.02
     if number >= 10 or ending(source.files[0]) == ".txt":
@@ -110,12 +108,7 @@ def _held_out_share(source: Source, number: int) -> float:
 
 
 def convert_file(options: ConvertOptions) -> None:
-    """Write the run.yaml.
-
-    Raises:
-        UserError: the file cannot be read.
-        FileExistsError: the output exists.
-    """
+    """Write the run.yaml. Raises UserError if the file cannot be read, FileExistsError if the output exists."""
     path = Path(options.out)
     problems: list[str] = []
     given = read_yaml(options.file, problems)

@@ -101,12 +101,7 @@ def check_node(node: str, facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def check_between(facts: dict[str, dict[str, Any]], clock_offsets: dict[str, float]) -> Iterator[Finding]:
-    """Yields the differences between nodes.
-
-    Args:
-        facts: by node.
-        clock_offsets: by node, seconds by which its clock is ahead of this machine's.
-    """
+    """Yields the differences between nodes, also of clocks by the seconds that they are ahead of this machine's."""
     if not facts:  # no node has answered
         return
     for name in next(iter(facts.values()))["versions"]:
@@ -125,12 +120,7 @@ def check_between(facts: dict[str, dict[str, Any]], clock_offsets: dict[str, flo
 
 
 def check_measured(measured: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Yields the findings of all ranks' measurements.
-
-    Args:
-        measured: for each rank: rank, host, whether its sum was wrong, whether it sees the output folder, flops of a
-            matrix product (0 if not measured).
-    """
+    """Yields the findings of all ranks' measurements, as measure_rank returns them."""
     hosts = []
     for each in measured:
         if each["is_wrong"]:

@@ -42,7 +42,6 @@ def node_facts(
 
     Args:
         slots: ranks that start here; None for one per GPU, or one on a node without GPUs.
-        output_dir: the run's folder, whose disk is checked; empty for none.
         port: the port that rank 0 will listen on, if it starts here.
         quick: without compiling a program.
     """

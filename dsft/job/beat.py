@@ -86,9 +86,7 @@ def is_consequence(error: str) -> bool:
 
 
 def record_failure(file: Path, error: str, *, replaces: bool = False) -> None:
-    """Record in run.json that its run has failed, unless the run has ended otherwise or the file is missing, as on a
-    node without rank 0's disk. A cause also `replaces` an earlier failure.
-    """
+    """Record that a run has failed, if its run.json is here. A cause also `replaces` an earlier failure."""
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(file.read_text(encoding="utf-8"))
         if content.get("status") == "running" or (replaces and content.get("status") == "failed"):
@@ -365,9 +363,7 @@ class _Beat(threading.Thread):
     def fail(
         self, text: str, *, rank: int | None = None, shows_stacks: bool = False, is_later: bool = False, **details: Any
     ) -> None:
-        """Report to all ranks that a rank has failed, by default this one. The first cause counts; a consequence
-        (`is_later`) counts if no cause is found.
-        """
+        """Report a failure, by default of this rank. The first cause counts, else a consequence (`is_later`)."""
         rank = self.rank if rank is None else rank
         # Rank 0 prints, since users watch its screen; if rank 0 failed, the rank that noticed prints.
         printed_by = self.rank if rank == 0 else 0

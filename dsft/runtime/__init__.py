@@ -9,9 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import large libraries inside a `with`, without garbage collection, which takes a fourth of the time. Objects
-    that exist at the end are never examined again.
-    """
+    """Import large libraries inside a `with`, without garbage collection, which takes a fourth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

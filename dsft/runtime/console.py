@@ -97,9 +97,7 @@ def print_table(title: str, rows: dict[str, str]) -> None:
 
 
 def show_table(table: "Table") -> None:
-    """Print a table, as wide as the terminal; longer text is wrapped. In a file or a pipe nothing is wrapped, so that
-    paths and commands stay in one piece.
-    """
+    """Print a table as wide as the terminal; in a file or a pipe paths and commands stay in one piece."""
     from rich.console import Console
     from rich.segment import Segments
 
@@ -126,9 +124,7 @@ def print_json(content: Any) -> None:
 
 @contextlib.contextmanager
 def _printing_on(screen: TextIO, dropped: type[OSError] = OSError) -> Iterator[None]:
-    """Drop text printed inside a `with`, and later, if it cannot be printed: a closed pipe or terminal, or a full disk,
-    must not end a training.
-    """
+    """Drop text that a closed pipe or terminal, or a full disk, refuses: none of them must end a training."""
     try:
         yield
     except dropped:
@@ -141,9 +137,7 @@ COLOUR = re.compile(r"\033\[[\d;]*m")
 
 
 class _Both:
-    """A text stream that also writes to a file, if there is one, without progress bars and colours; everything else is
-    the screen's. Text that cannot be written is dropped.
-    """
+    """A stream that also writes to a file, without progress bars and colours; what cannot be written is dropped."""
 
     def __init__(self, screen: TextIO, file: TextIO | None):
         self.screen = screen

@@ -86,11 +86,7 @@ def in_use(folder: Path) -> str:
 
 @contextlib.contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Lock `folder` against other runs. One that is not writable is reported by the checks.
-
-    Raises:
-        UserError: another run is writing to it.
-    """
+    """Lock `folder`, unless it is not writable. Raises UserError if another run is writing to it."""
     is_new = not folder.exists()
     lock = filelock.FileLock(folder / LOCK)
     try:

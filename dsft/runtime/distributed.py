@@ -1,9 +1,7 @@
-"""Starts the process group, contains the few collectives that dsft itself needs, and handles the signals that ask a
-training to save.
+"""The process group, the few collectives that dsft itself needs, and the signals that ask a training to save.
 
-Everything also runs as a single process without a launcher. DeepSpeed creates the process group (it supports NCCL, gloo
-and shared-memory collectives on CPUs); ZeRO-3 on CPU ranks needs a group that exists before `TrainingArguments`.
-torch, which takes seconds to import, is imported inside functions.
+All of it also runs as a single process without a launcher. DeepSpeed creates the process group (NCCL, gloo, shared
+memory on CPUs). torch, which takes seconds to import, is imported inside functions.
 """
 
 import atexit
@@ -63,9 +61,8 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
         timeout_seconds: of a collective.
         output_dir: of the run, which distinguishes its ranks from those of another job at the same port.
 
-    Raises:
-        UserError: a launcher set only some of its variables, the port is busy, or another job uses it.
-        NotStarted: other ranks do not join.
+    Raises UserError if a launcher set only some of its variables, the port is busy, or another job uses it; NotStarted
+    if other ranks do not join.
     """
     global _timeout_seconds
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is reported in one line, without C++ frames
@@ -128,9 +125,7 @@ def start_ranks(*, timeouts: Any = None, timeout_seconds: float = 1800, output_d
 
 
 def extend_timeouts() -> None:
-    """Set the timeout of collectives in every existing process group: groups of libraries (DeepSpeed for ZeRO and hpZ)
-    have torch's default, 600 s with NCCL.
-    """
+    """Set the timeout of every existing process group: DeepSpeed's have torch's default, 600 s with NCCL."""
     import torch.distributed as dist
 
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -145,9 +140,7 @@ def _several_ranks() -> Any:
 
 
 def stop_ranks() -> None:
-    """Leave the process group cleanly; a rank that a launcher started then exits here, with code 0: DeepSpeed keeps the
-    group's threads alive into the interpreter's shutdown, in which one of them may abort the process.
-    """
+    """Leave the process group; a launcher's rank exits here, since threads of the group may abort its shutdown."""
     import torch.distributed as dist
 
     wait_for_all()
@@ -174,9 +167,7 @@ def stop_at_exit() -> None:
 
 
 def raise_together(problems: list[str]) -> None:
-    """Raise the union of all ranks' problems on every rank, so that none waits for one that stopped; one that not all
-    ranks have names the first host and rank with it. Collective.
-    """
+    """Raise the union of all ranks' problems on every rank; one that not all have names a host and rank. Collective."""
     ranks = from_all([(f"{socket.gethostname()}, rank {rank()}", problems)])
     places = defaultdict(list)
     for place, problems_there in ranks:
@@ -205,9 +196,7 @@ def wait_for_all() -> None:
 
 
 def wait_long(name: str) -> None:
-    """Wait until every rank is here, for any time, with heartbeats to the watchdog: not in a collective, whose timeout
-    would end the job. Every rank calls it as often as the others with the same `name`.
-    """
+    """Wait for all ranks without a time limit, as often on each with the same `name`: a collective would time out."""
     if (dist := _several_ranks()) is None:
         return
     store = dist.distributed_c10d._get_default_store()
@@ -219,9 +208,7 @@ def wait_long(name: str) -> None:
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """Return rank 0's result of `function()` on every rank, for decisions that must not differ. Its UserError is raised
-    on every rank. Collective.
-    """
+    """Return rank 0's result of `function()`, or raise its UserError, on every rank. Collective."""
     outcome: list[Any] = [None]
     if rank() == 0:
         try:
@@ -236,9 +223,7 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 
 def first_on_rank_0(function: Callable[[], None]) -> None:
-    """Call `function` on rank 0, then on all others, without a time limit: for files in a folder that nodes may share
-    or not. Collective.
-    """
+    """Call `function` on rank 0, then on all others: for files that nodes may share or not. Collective."""
     if rank() == 0:
         function()
     wait_long("rank 0 was first")
@@ -249,11 +234,7 @@ def first_on_rank_0(function: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def only_run_in(output_dir: str | None) -> Iterator[None]:
-    """Hold the lock of `output_dir` on rank 0 inside a `with`. Collective.
-
-    Raises:
-        UserError: on every rank, if another run is writing to it.
-    """
+    """Hold the lock of `output_dir` on rank 0. Raises UserError on all ranks if another run has it. Collective."""
     with contextlib.ExitStack() as held:
         on_rank_0(lambda: held.enter_context(hold_folder(Path(output_dir))) if output_dir else None)
         yield
@@ -265,9 +246,7 @@ def this_node() -> tuple[str, str]:
 
 
 def smallest_machine() -> Machine:
-    """Return the machine of this job: all nodes count as the one with most ranks, with the least memory of any rank.
-    Collective.
-    """
+    """Return the machine of this job, with the most ranks of any node and the least memory of any rank. Collective."""
     of_ranks = from_all([(this_node(), this_machine(ranks_per_node=ranks_per_node()))])
     numbers = Counter(node for node, _ in of_ranks)
     is_even = len(set(numbers.values())) == 1
@@ -316,9 +295,7 @@ def max_over_ranks(value: float) -> float:
 
 
 def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
-    """Compare this rank's job with rank 0's, by torchrun's id or the folder. Raises UserError if another job uses this
-    port, or another process has this rank.
-    """
+    """Raise UserError if rank 0's job, by torchrun's id or the folder, is another, or this rank is already there."""
     job = f"output_dir={output_dir}"
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
         job = f"rdzv_id={os.environ['TORCHELASTIC_RUN_ID']}"
@@ -348,9 +325,7 @@ def _note_signal(number: int, frame: object) -> None:
 
 
 def listen_for_signals() -> None:
-    """Record SIGUSR1 from now on: SLURM may send it while the model loads (`--signal=USR1@300`). A single rank that
-    gets it is enough: the trainer lets all ranks agree.
-    """
+    """Record SIGUSR1 from now on: SLURM may send it while the model loads, and to a single rank."""
     global _is_asked
     _is_asked = False
     if threading.current_thread() is threading.main_thread():
@@ -359,9 +334,7 @@ def listen_for_signals() -> None:
 
 @contextlib.contextmanager
 def signals_save() -> Iterator[None]:
-    """Also record SIGTERM and Ctrl-C inside a `with`; before, they end the process as usual. In the main thread only;
-    in others (a notebook's) nothing changes. Ignored signals stay ignored.
-    """
+    """Also record SIGTERM and Ctrl-C inside a `with`, in the main thread, unless they are ignored."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     numbers = [signal.SIGTERM]
     if "ipykernel" not in sys.modules:
@@ -434,9 +407,7 @@ NOT_SET = "not set"
 
 
 def require_same_start(options: Mapping[str, Any], problems: list[str]) -> None:
-    """Compare options (by name, as this rank has read them), code and libraries, right after the ranks have met; report
-    untested versions of libraries. Raises as `require_agreement`. Collective.
-    """
+    """Compare options as ranks have read them, code and libraries, right after the ranks have met. Collective."""
     if any(from_all([bool(problems)])):  # from reading the options: they are the cause, and are raised later
         return
     versions = numeric_versions()

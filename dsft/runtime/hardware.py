@@ -1,7 +1,5 @@
-"""Describes the hardware: measured on this machine, or as the user writes it (`8x80GB`, two nodes).
-
-Changes nothing, but reading a GPU's free memory creates a context on it. torch, which takes seconds to import, is
-imported only for that.
+"""Describes the hardware: measured on this machine, or as the user writes it (`8x80GB`, two nodes). torch, which takes
+seconds to import, is imported only for a GPU.
 """
 
 import contextlib
@@ -89,9 +87,7 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's cgroup and its parents, and whether they are of version 1. A container sees
-    its own cgroup as the root; that of a SLURM job or a systemd unit is below.
-    """
+    """Yield the folders of this process's cgroup and its parents, and whether they are of version 1."""
     for line in _read(OWN_CGROUPS).splitlines():  # 0::/system.slice/slurmstepd.scope/job_7, 4:memory:/slurm/uid_0/job_7
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -125,9 +121,7 @@ def free_host_bytes() -> int:
 
 
 def gpu_utilization() -> float | None:
-    """Return the share of the last moments in which this rank's GPU was busy, by NVML; None without a GPU or the
-    package nvidia-ml-py.
-    """
+    """Return the share of the last moments in which this rank's GPU was busy; None if NVML does not report it."""
     if not has_gpu():
         return None
     import torch
@@ -175,9 +169,7 @@ def require_seen_gpus() -> None:
 
 
 def cpu_count() -> int:
-    """Return the number of cores that this process can keep busy: its CPU affinity, limited by the CPU quota of its
-    cgroups (`docker run --cpus`), rounded up.
-    """
+    """Return the cores that this process can keep busy: its affinity, at most the quota of its cgroups, rounded up."""
     number = len(os.sched_getaffinity(0))
     for folder, is_old in _cgroups("cpu"):  # microseconds in each period; "max" or -1 without a limit
         files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_old else ("cpu.max",)
@@ -228,9 +220,7 @@ COMMUNICATOR_BYTES = int(1.1 * GiB)
 
 
 def ask_gpu(gpu: int) -> tuple[int, int]:
-    """Return (bytes of a GPU that other programs do not use, its total bytes). This process's context and communicator
-    count as free, since plans contain them; so does memory that torch caches.
-    """
+    """Return (bytes of a GPU that other programs do not use, its total). Plans contain this process's own buffers."""
     import torch
     import torch.distributed as dist
 
@@ -245,9 +235,7 @@ FREED_WITHIN_SECONDS = 60.0
 
 
 def wait_for_freed_gpu() -> float:
-    """Wait until the processes of a killed run have freed the memory of this rank's GPU, at most FREED_WITHIN_SECONDS:
-    memory in use after that belongs to another program. Returns the seconds waited.
-    """
+    """Wait until a killed run's memory on this rank's GPU is free, at most FREED_WITHIN_SECONDS; return the seconds."""
     if not has_gpu():
         return 0.0
     start = time.monotonic()
@@ -320,10 +308,7 @@ SAID_OF_GPU = re.compile(
 
 
 def which_memory(error: BaseException) -> Memory | None:
-    """Return which memory ran out; None for another error.
-
-    The driver pins host memory, and reports a lack of it like that of GPU memory: the traceback decides.
-    """
+    """Return which memory ran out; None for another error. A lack of pinned memory is known by the traceback alone."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
@@ -340,9 +325,8 @@ def which_memory(error: BaseException) -> Memory | None:
 
 @contextlib.contextmanager
 def memory_errors_explained(explanation: Callable[[BaseException, Memory], str]) -> Iterator[None]:
-    """Turn a failed allocation inside a `with`, on a GPU or the host, into one clear error on this rank: "out of
-    memory" and the explanation, with the place and the remedy. Without a collective, since the other ranks do not join.
-    A UserError, so that a restart, which would fail again, is not tried.
+    """Turn a failed allocation inside a `with` into a UserError, "out of memory" and the explanation, on one rank:
+    the others join no collective now, and a restart would fail again.
     """
     try:
         yield

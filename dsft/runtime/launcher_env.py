@@ -1,7 +1,6 @@
 """Launcher variables of a rank (RANK, WORLD_SIZE and the others), and hosts: nodes, addresses, ports, ssh.
 
-torchrun, deepspeed and accelerate set these variables themselves, and then nothing is changed; for mpirun and srun they
-are derived before anything reads RANK, which decides which process prints. No process group is created here.
+torchrun, deepspeed and accelerate set these variables themselves; for mpirun and srun they are derived.
 """
 
 import contextlib
@@ -95,9 +94,7 @@ def unset_single_process_env() -> None:
 
 
 def map_launcher_variables() -> None:
-    """Set RANK, WORLD_SIZE and the others if only MPI's or SLURM's own are set. Safe to call again. Raises UserError
-    for an interface that does not exist, or MPI over several nodes without MASTER_ADDR, which only the user knows.
-    """
+    """Set RANK, WORLD_SIZE and the others from MPI's or SLURM's own. Raises UserError for what only the user knows."""
     if problem := interface_error():
         raise UserError(problem)
     for name in LEFT_OVER:
@@ -161,9 +158,7 @@ _reserved: deque[socket.socket] = deque(maxlen=64)  # returned ports, held until
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing on this machine uses now; not an ephemeral one (ip(7), ip_local_port_range: 32768
-    and above), which a connection may get before the ranks listen. No other launch gets it while this process runs.
-    """
+    """Return a free TCP port that no other launch gets while this process runs; not an ephemeral one (ip(7))."""
     while True:
         holder = socket.socket()
         with contextlib.suppress(OSError):

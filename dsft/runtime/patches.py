@@ -1,8 +1,5 @@
-"""Every function of a library that dsft replaces, and why. No other module assigns into a library
-(tests/test_layout.py). tests/without_patches.py has the test that fails without each.
-
-None of them depends on the code that it replaces: if a library has fixed its bug, the replacement does no harm.
-Imports no library itself.
+"""Every function of a library that dsft replaces, and why (tests/without_patches.py has the test that fails without).
+No other module assigns into a library. If a library has fixed its bug, the replacement does no harm.
 """
 
 import contextlib

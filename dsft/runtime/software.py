@@ -1,6 +1,4 @@
-"""Describes the running code: versions of packages, the commit of dsft and a hash of its files, and whether DeepSpeed's
-operators can be compiled. Imports no package itself.
-"""
+"""Describes the running code: versions, commit, a hash of dsft's files, and whether operators can be compiled."""
 
 import hashlib
 import importlib.metadata
