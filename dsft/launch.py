@@ -139,7 +139,8 @@ def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
             problems.append(f"--{name}: needs a value")
     raise_if_any(problems)
     name, *words = words
-    if name == "eval" and words and not words[0].startswith("--") and not words[0].endswith((".yaml", ".yml")):
+    begins_with_model = name == "eval" and words and not words[0].startswith("--")
+    if begins_with_model and not words[0].endswith((".yaml", ".yml")):
         words = ["--model", *words]
     return options, name, words
 

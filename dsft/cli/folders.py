@@ -42,7 +42,8 @@ def show_checkpoints(options: FolderOptions) -> None:
     if not folders:
         raise UserError(f"{options.folder}: contains no checkpoints")
     newest = None
-    table = Table(*(Column(name, justify="right") for name in ("step", "loss", "GB", "ranks", "ZeRO")), "complete")
+    columns = [Column(name, justify="right") for name in ("step", "loss", "GB", "ranks", "ZeRO")]
+    table = Table(*columns, "complete")
     for folder in folders:
         errors = integrity_errors(folder)
         manifest = {} if errors else read_manifest(folder)

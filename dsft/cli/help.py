@@ -141,7 +141,8 @@ def class_groups(cls: type) -> Groups:
 def texts_below(cls: type) -> dict[str, str]:
     """Maps the fields of a class to the strings below them in its source."""
     texts = {}
-    for node, below in itertools.pairwise(ast.parse(inspect.getsource(cls)).body[0].body):
+    (tree,) = ast.parse(inspect.getsource(cls)).body
+    for node, below in itertools.pairwise(tree.body):
         if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
             texts[node.target.id] = " ".join(below.value.value.split())
     return texts
@@ -158,7 +159,8 @@ def training_arguments(*, everything: bool) -> list[FieldDoc]:
         for field in dataclasses.fields(TrainingArguments):
             name = field.name
             if name in types and name not in {*texts, *REFUSED_ARGUMENTS, *IGNORED_ARGUMENTS, "local_rank"}:
-                sentence = " ".join(field.metadata.get("help", "").split()).partition(". ")[0].rstrip(".")
+                text = " ".join(field.metadata.get("help", "").split())
+                sentence = text.partition(". ")[0].rstrip(".")
                 texts[name] = sentence and f"{sentence}."
                 defaults[name] = default_of(field)
     defaults |= {name: str(value).lower() for name, value in TRAINING_DEFAULTS.items()}

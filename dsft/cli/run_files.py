@@ -42,7 +42,8 @@ def write_run_file(options: InitOptions) -> None:
     epochs = 3
     batch = "# global_batch_size: 64"
     if sources[0].files:  # no download from the hub
-        rows = list(itertools.islice(itertools.chain.from_iterable(map(read_file, sources[0].files)), COUNTED_ROWS))
+        all_rows = itertools.chain.from_iterable(map(read_file, sources[0].files))
+        rows = list(itertools.islice(all_rows, COUNTED_ROWS))
         shape = _shape_lines(sources[0], rows)
         held_out = _held_out_share(sources[0], len(rows))
         if len(rows) < FEW_ROWS and sources[0].size_bytes < SMALL_BYTES:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -166,30 +165,35 @@ def measure_rank(*, output_dir: str, quick: bool) -> dict[str, Any]:
     numbers = torch.full((1024,), float(rank + 1), device=device)
     dist.all_reduce(numbers)
     is_wrong = not torch.equal(numbers, torch.full_like(numbers, world * (world + 1) / 2))
-    measured = {"rank": rank, "host": socket.gethostname(), "is_wrong": is_wrong, "flops": 0.0, "bytes_per_second": 0.0}
     with contextlib.ExitStack() as stack:
-
-        def make_probe() -> str | None:
+        probe = None
+        if rank == 0 and output_dir:
             with contextlib.suppress(OSError):  # the facts contain the reason
                 folder = existing_parent(Path(output_dir))
-                return stack.enter_context(tempfile.NamedTemporaryFile(prefix=PROBE, dir=folder)).name
-            return None
-
-        probe = distributed.on_rank_0(make_probe) if output_dir else None
-        measured["sees_output"] = probe is None or os.path.exists(probe)
-        distributed.wait_for_all()
+                probe = stack.enter_context(tempfile.NamedTemporaryFile(prefix=PROBE, dir=folder)).name
+        probe = distributed.from_all([probe])[0]
+        sees_output = probe is None or os.path.exists(probe)
+        dist.barrier()
+    measured = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "is_wrong": is_wrong,
+        "sees_output": sees_output,
+        "flops": 0.0,
+        "bytes_per_second": 0.0,
+    }
     if quick:
         return measured
 
-    def seconds_of(operation: Callable[[], object]) -> float:
-        timer = Timer("operation()", globals={"operation": operation}, num_threads=torch.get_num_threads())
+    def seconds_of(statement: str, **variables: Any) -> float:
+        timer = Timer(statement, globals=variables, num_threads=torch.get_num_threads())
         return timer.timeit(3).mean
 
     block = torch.zeros(REDUCED_BYTES // 4, device=device)
-    measured["bytes_per_second"] = REDUCED_BYTES / seconds_of(lambda: dist.all_reduce(block))
+    measured["bytes_per_second"] = REDUCED_BYTES / seconds_of("dist.all_reduce(block)", dist=dist, block=block)
     matrix = torch.ones(MATRIX, MATRIX, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
     dist.barrier()
-    measured["flops"] = 2 * MATRIX**3 / seconds_of(lambda: matrix @ matrix)
+    measured["flops"] = 2 * MATRIX**3 / seconds_of("matrix @ matrix", matrix=matrix)
     dist.barrier()
     return measured
 

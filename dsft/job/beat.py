@@ -279,11 +279,10 @@ class _Beat(threading.Thread):
 
     def _look_at_entries(self, now: float) -> None:
         """Check the ages of entries: rank 0 those of all ranks and `dsft launch`, every other rank that of rank 0."""
-        keys = ["rank 0"]
-        if self.rank == 0:
-            keys += [f"rank {rank}" for rank in range(1, self.world_size)]
-            if self.store.check([LAUNCHER_BEAT]):
-                keys.append(LAUNCHER_BEAT)
+        num_ranks = self.world_size if self.rank == 0 else 1
+        keys = [f"rank {rank}" for rank in range(num_ranks)]
+        if self.rank == 0 and self.store.check([LAUNCHER_BEAT]):
+            keys.append(LAUNCHER_BEAT)
         for key, text in zip(keys, self.store.multi_get(keys), strict=True):
             entry = self.entries.get(key)
             if entry is None or entry.text != text:
@@ -426,12 +425,9 @@ def _moved_bytes() -> int:
 
 def _waits_for_others() -> bool:
     """Return whether the main thread is inside a collective."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    while frame is not None:
-        if any(folder in frame.f_code.co_filename for folder in COLLECTIVES):
-            return True
-        frame = frame.f_back
-    return False
+    newest = sys._current_frames().get(threading.main_thread().ident)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(newest)]
+    return any(folder in file for file in files for folder in COLLECTIVES)
 
 
 _beat: _Beat | None = None
@@ -516,7 +512,7 @@ def close(exit_code: int = 0, lines: list[str] | None = None) -> bool:
             if beat.rank == 0:  # its process may contain the store, in which the others must read the end first
                 until = time.monotonic() + SPREAD_SECONDS
                 keys = [f"rank {rank}" for rank in range(beat.world_size)]
-                while time.monotonic() < until and any(text != BYE for text in beat.store.multi_get(keys)):
+                while set(beat.store.multi_get(keys)) != {BYE} and time.monotonic() < until:
                     time.sleep(0.02)
     beat.is_closed.set()
     beat.tell_guard(BYE)

@@ -9,8 +9,6 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +46,22 @@ BOTTOM = 26
 NUM_COLOURS = 6
 MOST_POINTS = 600  # of a line; more cannot be seen
 SMOOTHED = 11  # neighbouring points averaged for the thick line of a noisy metric
+UNITS = {1e12: "T", 1e9: "B", 1e6: "M", 1e3: "k"}
 Points = list[tuple[float, float]]
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    trim_blocks=True,
+    undefined=jinja2.StrictUndefined,
+)
+
+
+def html_table(frame: pandas.DataFrame) -> Markup:
+    # By default pandas would truncate long texts and escape line breaks.
+    return Markup(frame.to_html(index=False, border=0, formatters=[str] * frame.shape[1]))
+
+
+TEMPLATES.filters["table"] = html_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +93,8 @@ def read_runs(folders: Iterable[str]) -> list[Run]:
     for folder in dict.fromkeys(folders):
         path = Path(folder).expanduser()
         read_options_of_run(str(path))  # raises if it is not a run of dsft
-        facts = read_run(str(path))
-        runs.append(Run(name=str(path), folder=path, facts=facts, log=read_log(path / METRICS)))
+        log = read_log(path / METRICS)
+        runs.append(Run(name=str(path), folder=path, facts=read_run(str(path)), log=log))
     return runs
 
 
@@ -98,10 +111,7 @@ def report(*folders: str, out: str | None = None) -> Path:
     """Write the page of runs, by default to the folder of the first one; return its path."""
     runs = read_runs(folders)
     path = Path(out).expanduser() if out else runs[0].folder / PAGE
-    template = resources.files("dsft.run_page").joinpath("page.html.jinja").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["table"] = html_table
-    html = environment.from_string(template).render(
+    html = TEMPLATES.get_template("page.html.jinja").render(
         title=" · ".join(run.name for run in runs),
         headline=headline(runs),
         perplexities=perplexities(runs),
@@ -114,15 +124,11 @@ def report(*folders: str, out: str | None = None) -> Path:
     return path
 
 
-def html_table(frame: pandas.DataFrame) -> Markup:
-    # By default pandas would truncate long texts and escape line breaks.
-    return Markup(frame.to_html(index=False, border=0, formatters=[str] * frame.shape[1]))
-
-
 def headline(runs: list[Run]) -> pandas.DataFrame:
     """Return the table at the top: a column for each run."""
     frame = pandas.DataFrame({run.name: run_summary(run) for run in runs})
-    return frame[(frame != "").any(axis=1)].reset_index(names="")
+    has_text = (frame != "").any(axis=1)
+    return frame[has_text].reset_index(names="")
 
 
 def run_summary(run: Run) -> dict[str, str]:
@@ -174,9 +180,10 @@ def perplexities(runs: list[Run]) -> dict[str, pandas.DataFrame]:
 
 def tables(runs: list[Run]) -> dict[str, pandas.DataFrame]:
     """Return the other tables by title; those without rows are left out."""
-    configs = pandas.DataFrame({run.name: run.facts["config"] for run in runs}).fillna("").astype(str)
-    differing = configs[configs.nunique(axis=1) > 1].reset_index(names="")
-    tables = {"What differs between the runs": differing}
+    configs = pandas.DataFrame({run.name: run.facts["config"] for run in runs})
+    configs = configs.fillna("").astype(str)
+    is_differing = configs.nunique(axis=1) > 1
+    tables = {"What differs between the runs": configs[is_differing].reset_index(names="")}
     for run in runs:
         samples = []
         for entry in run.log:
@@ -231,13 +238,17 @@ def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
         for metric, word in metrics.items():
             points = run.points(metric)
             if points:
-                name = f"{run.name} {word}".strip() if len(runs) > 1 else word
-                has_dots = metric.startswith("eval_")
-                curves.append(Curve(name=name, points=points, colour=len(curves) % NUM_COLOURS, has_dots=has_dots))
+                curve = Curve(
+                    name=f"{run.name} {word}".strip() if len(runs) > 1 else word,
+                    points=points,
+                    colour=len(curves) % NUM_COLOURS,
+                    has_dots=metric.startswith("eval_"),
+                )
+                curves.append(curve)
     return curves
 
 
-def draw(curves: list[Curve]) -> str:
+def draw(curves: list[Curve]) -> Markup:
     """Return the SVG of some curves; at least one must have a point."""
     points = numpy.concatenate([curve.points for curve in curves])
     first, low = points.min(axis=0)
@@ -250,36 +261,35 @@ def draw(curves: list[Curve]) -> str:
     def up(y: ArrayLike) -> Any:
         return numpy.interp(y, [low - margin, high + margin], [HEIGHT - BOTTOM, TOP])
 
-    parts = []
-    for value in round_numbers(low, high):
-        y = up(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in round_numbers(first, last):
-        x = across(value)
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{short(value)}</text>')
+    lines = []
+    dots = []
     for curve in curves:
         every = math.ceil(len(curve.points) / MOST_POINTS)
         xs, ys = numpy.transpose(curve.points[::every])
-        colour = f"var(--series-{curve.colour})"
-        lines = {"stroke-width:2": ys}
         if not curve.has_dots and len(ys) > SMOOTHED:
-            smooth = pandas.Series(ys).rolling(SMOOTHED, center=True, min_periods=1).mean()
-            lines = {"stroke-width:1;opacity:.35": ys, "stroke-width:2": smooth}
-        for style, values in lines.items():
-            places = [f"{x:.1f},{y:.1f}" for x, y in zip(across(xs), up(values), strict=True)]
-            style = f"fill:none;stroke-linejoin:round;stroke:{colour};{style}"
-            parts.append(f'<polyline points="{" ".join(places)}" style="{style}"/>')
-        for x, y in curve.points if curve.has_dots else ():
-            text = escape(f"{curve.name}: {in_digits(y)} at {x:,.0f} tokens")
-            place = f'cx="{across(x):.1f}" cy="{up(y):.1f}"'
-            parts.append(f'<circle {place} r="4" style="fill:{colour}"><title>{text}</title></circle>')
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+            lines.append((curve.colour, "1;opacity:.35", zip(across(xs), up(ys), strict=True)))
+            ys = pandas.Series(ys).rolling(SMOOTHED, center=True, min_periods=1).mean()
+        lines.append((curve.colour, "2", zip(across(xs), up(ys), strict=True)))
+        if curve.has_dots:
+            for x, y in curve.points:
+                text = f"{curve.name}: {in_digits(y)} at {x:,.0f} tokens"
+                dots.append((curve.colour, across(x), up(y), text))
+    svg = TEMPLATES.get_template("chart.svg.jinja").render(
+        width=WIDTH,
+        height=HEIGHT,
+        left=LEFT,
+        right=RIGHT,
+        rows=[(up(value), short(value)) for value in round_numbers(low, high)],
+        columns=[(across(value), short(value)) for value in round_numbers(first, last)],
+        lines=lines,
+        dots=dots,
+    )
+    return Markup(svg)
 
 
 def short(value: float) -> str:
     """Format a number of an axis: 1.5M, 20k, 0.003, 2e-05."""
-    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+    for unit, letter in UNITS.items():
         if abs(value) >= unit:
             return f"{value / unit:g}{letter}"
     return f"{value:.6g}"
@@ -290,4 +300,6 @@ def round_numbers(low: float, high: float) -> list[float]:
     if low == high:
         return [low]
     step = float(f"{(high - low) / 4:.0e}")
-    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    first = math.ceil(low / step)
+    last = math.floor(high / step)
+    return [step * number for number in range(first, last + 1)]

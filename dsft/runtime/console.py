@@ -81,8 +81,13 @@ def progress_bar(*, is_shown: bool, **options: Any) -> "tqdm":
     from tqdm.auto import tqdm
 
     if not bars_are_seen():
-        options |= {"file": _Lines(), "mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "bar_format": LINE}
-        options["miniters"] = 1  # by time alone; or tqdm skips lines depending on the size of steps
+        options |= {
+            "file": _Lines(),
+            "mininterval": LINE_SECONDS,
+            "miniters": 1,  # by time alone; or tqdm skips lines depending on the size of steps
+            "delay": LINE_SECONDS,
+            "bar_format": LINE,
+        }
     return tqdm(disable=not is_shown, leave=False, dynamic_ncols=True, **options)
 
 
@@ -106,7 +111,8 @@ def show_table(table: "Table") -> None:
     width = None if sys.stdout.isatty() else NO_LIMIT
     console = Console(width=width, highlight=False, markup=False, emoji=False)  # a path may contain [brackets]
     console.width = max(console.width, LEAST_WIDTH)
-    console.print(Segments(part._replace(text=printable(part.text)) for part in console.render(table)), crop=False)
+    segments = [segment._replace(text=printable(segment.text)) for segment in console.render(table)]
+    console.print(Segments(segments), crop=False)
 
 
 def show_text(text: str, *, file: TextIO | None = None) -> None:
@@ -163,7 +169,9 @@ def _watch_screen(file: TextIO | None) -> None:
     """Print to the screen and the file from now on, which replaces the file of an earlier run in this process."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        setattr(sys, name, _Both(stream.screen if isinstance(stream, _Both) else stream, file))
+        if isinstance(stream, _Both):
+            stream = stream.screen
+        setattr(sys, name, _Both(stream, file))
 
 
 def log_to_files(output_dir: str, *, append: bool) -> None:

@@ -303,7 +303,8 @@ def check_job(store: "Store", output_dir: str | None, rank: int) -> None:
     place = f"rank {rank} on {socket.gethostname()}: MASTER_ADDR={os.environ.get('MASTER_ADDR')}"
     place += f" MASTER_PORT={os.environ.get('MASTER_PORT')}"
     remedy = "start one of them with another --master_port"
-    other = (store.compare_set(key, "", job) if rank == 0 else store.get(key)).decode()
+    other = store.compare_set(key, "", job) if rank == 0 else store.get(key)
+    other = other.decode()
     if other != job:
         raise UserError(f"{place} is used by another job, {other}, and this is {job}; {remedy}")
     if store.add(f"{key}/{rank}", 1) > 1:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import glob
+import math
 import os
 import re
 import resource
@@ -103,11 +104,12 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
     """Yield (limit, used bytes without file caches) of each cgroup."""
     for folder, is_old in _cgroups("memory"):
         files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if is_old else ("memory.max", "memory.current")
-        limit, taken = [_read(folder / name) for name in files]
+        limit, used = [_read(folder / name) for name in files]
         if limit.isdigit():  # not "max", or a missing folder in this container
             prefix = "total_" if is_old else ""
-            kept = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
-            yield int(limit), max(0, int(taken or 0) - sum(map(int, kept)))
+            caches = re.findall(rf"^{prefix}(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+            cached_bytes = sum(map(int, caches))
+            yield int(limit), max(0, int(used or 0) - cached_bytes)
 
 
 def host_memory_bytes() -> int:
@@ -117,7 +119,8 @@ def host_memory_bytes() -> int:
 
 def free_host_bytes() -> int:
     """Return the host memory that a run may still use, file caches included."""
-    return min([psutil.virtual_memory().available, *(max(0, limit - taken) for limit, taken in _memory_limits())])
+    free_in_cgroups = [max(0, limit - used) for limit, used in _memory_limits()]
+    return min([psutil.virtual_memory().available, *free_in_cgroups])
 
 
 def gpu_utilization() -> float | None:
@@ -157,7 +160,8 @@ GPU_FILES = "/dev/nvidia[0-9]*"
 def require_seen_gpus() -> None:
     """Raise UserError if torch does not see the machine's GPUs, unless CPU ranks are requested."""
     hides_gpus = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if hides_gpus or os.environ.get("DS_ACCELERATOR") == "cpu" or not glob.glob(GPU_FILES) or has_gpu():
+    is_on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
+    if hides_gpus or is_on_cpu or not glob.glob(GPU_FILES) or has_gpu():
         return
     import torch
 
@@ -175,7 +179,8 @@ def cpu_count() -> int:
         files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_old else ("cpu.max",)
         match = re.fullmatch(r"(\d+) (\d+)", " ".join(_read(folder / name) for name in files))
         if match:
-            number = min(number, -(-int(match[1]) // int(match[2])))
+            quota = int(match[1]) / int(match[2])
+            number = min(number, math.ceil(quota))
     return number
 
 

@@ -77,7 +77,8 @@ def code_hash() -> str:
     """Hash the package's Python files and chat templates: two nodes with "+changes" may run different code."""
     total = hashlib.sha256()
     for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.jinja")]):
-        total.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
+        name = str(path.relative_to(PACKAGE))
+        total.update(name.encode() + b"\0" + path.read_bytes())
     return total.hexdigest()[:12]
 
 
