@@ -21,7 +21,6 @@ from dsft.runtime.patches import WITHOUT
 
 TESTS = {
     "models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged": ("token_rows",),
-    "training/test_zero_0.py::test_the_first_step_in_bfloat16_is_the_first_of_adam": ("first_step_of_zeros",),
 }
 """Test of tests/ -> the patches without any of which it fails."""
 

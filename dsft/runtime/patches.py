@@ -12,8 +12,6 @@ from unittest import mock
 PATCHES = {
     # Under ZeRO-3 it gathers the rows of trained tokens on CUDA only, and fails on CPU ranks (seen in peft 0.21.2).
     "token_rows": "peft.tuners.trainable_tokens.layer.TrainableTokensLayer._collect_token_weights",
-    # In ZeRO 0 it creates bf16 optimizer states by a step that decays weights and that Adam counts (DeepSpeed 0.19.8).
-    "first_step_of_zeros": "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer.initialize_optimizer_states",
 }
 """Name of a patch -> the replaced `module.Class.method`, below its reason and the newest version that needs it."""
 
@@ -21,12 +19,7 @@ WITHOUT = "DSFT_WITHOUT_PATCH"
 """Variable with the name of a patch to leave out, to show that it is needed (tests/without_patches.py)."""
 
 
-def is_applied(name: str) -> bool:
-    """Return whether the patch `name` is applied in this process."""
-    assert name in PATCHES, name
-    return os.environ.get(WITHOUT) != name
-
-
 def replaced(name: str, replacement: Callable[..., Any]) -> AbstractContextManager:
     """Replace a method of a library inside a `with`."""
-    return mock.patch(PATCHES[name], replacement) if is_applied(name) else contextlib.nullcontext()
+    patch = mock.patch(PATCHES[name], replacement)
+    return contextlib.nullcontext() if os.environ.get(WITHOUT) == name else patch

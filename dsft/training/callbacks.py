@@ -12,27 +12,33 @@ import shutil
 import statistics
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
+from torch import nn
 from tqdm.auto import tqdm
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from dsft.checkpoints.run_folder import METRICS as METRICS_FILE
-from dsft.checkpoints.run_folder import samples_in
+from dsft.checkpoints.run_folder import SAMPLE, samples_in
+from dsft.data.training_data import Prompt
 from dsft.errors import TrainingStopped, Unsaved
+from dsft.job import beat as watchdog
+from dsft.models.tokenizer import generate
 from dsft.perplexity.sums import Perplexity, exp, in_words, ratio_interval
 from dsft.planner.choose import Plan
 from dsft.planner.memory import FRAGMENTATION, peak_bytes
 from dsft.planner.speed import CARDS, card_of, cards_named, flops_per_token
 from dsft.runtime.console import say
-from dsft.runtime.distributed import add_over_ranks, from_all, this_node
+from dsft.runtime.distributed import add_over_ranks, from_all, on_rank_0, rank, this_node, wait_long
 from dsft.runtime.hardware import (
     gpu_utilization,
     has_gpu,
@@ -43,6 +49,8 @@ from dsft.runtime.hardware import (
 from dsft.setup.decide import TrainingRun
 from dsft.units import GiB, in_digits, plural, printable
 
+MAX_NEW_TOKENS = 64
+"""Of a sample, decoded greedily."""
 ROUNDING = 1e-5
 """Relative error of fp32 sums of the loss; terms that models add to it are larger."""
 
@@ -285,6 +293,47 @@ def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict
         mean = math.fsum(losses) / len(losses)
         metrics |= {"macro_loss": mean, "macro_perplexity": exp(mean)}
     return metrics
+
+
+def answer_prompts(
+    prompts: Sequence[Prompt], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, str]:
+    """Return the prompts and rank 0's answers by their names in the log, on every rank. Collective."""
+    samples: dict[str, str] = {}
+    if not prompts:
+        return samples
+    was_training = model.training
+    model.eval()
+    prompt_name, answer_name = SAMPLE
+    with gathered(model):
+        for number, prompt in enumerate(prompts if rank() == 0 else [], start=1):
+            watchdog.heartbeat()
+            ids = generate(model, tokenizer, prompt.ids, max_new_tokens=MAX_NEW_TOKENS)
+            samples[prompt_name.format(number)] = prompt.text
+            samples[answer_name.format(number)] = tokenizer.decode(ids, skip_special_tokens=True)
+    model.train(was_training)
+    wait_long("samples are generated")
+    return on_rank_0(lambda: samples)
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Gather all weights that ZeRO-3 shards on every rank inside a `with`. Collective.
+
+    DeepSpeed's hooks, which gather and release modules in step with the other ranks, are removed meanwhile.
+    """
+    if not is_deepspeed_zero3_enabled():
+        yield
+        return
+    modules = list(model.modules())
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        hooks = [(module._forward_pre_hooks, module._forward_hooks) for module in modules]
+        for module in modules:
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+        yield
+        for module, (before, after) in zip(modules, hooks, strict=True):
+            module._forward_pre_hooks = before
+            module._forward_hooks = after
 
 
 CLOSE_TO_UNIFORM = 0.01

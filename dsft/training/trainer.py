@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from peft import PeftModel
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -33,7 +35,7 @@ from dsft.checkpoints.resume import (
     run_identity,
     topology_change,
 )
-from dsft.checkpoints.run_folder import CARD, FINAL, SAMPLE, resume_errors
+from dsft.checkpoints.run_folder import CARD, FINAL, resume_errors
 from dsft.checkpoints.save import (
     Saves,
     StagedSave,
@@ -70,11 +72,11 @@ from dsft.training.callbacks import (
     ProgressLog,
     SkippedSteps,
     Work,
+    answer_prompts,
     gather_metrics,
     gather_peaks,
     of_sets,
 )
-from dsft.training.engine import answers_to, take_back_first_step
 from dsft.training.loss import TokenLoss
 from dsft.units import Batch, padded_width
 
@@ -523,7 +525,7 @@ class PerplexityTrainer(Trainer):
                 team=self.team,
                 progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
-            answers = answers_to(self.data.prompts, self.model, self.processing_class) if self.data.prompts else []
+            samples = answer_prompts(self.data.prompts, self.model, self.processing_class)
         set_D = np.repeat(np.arange(len(held_out.stores)), [len(store.row_ends) for store in held_out.stores])
         low, high = result_intervals(result).perplexity
         bounds = {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}  # none for one window
@@ -536,11 +538,6 @@ class PerplexityTrainer(Trainer):
             "runtime": time.perf_counter() - start,
         }
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        samples = {}
-        for number, (prompt, answer) in enumerate(zip(self.data.prompts, answers, strict=True), start=1):
-            prompt_name, answer_name = SAMPLE
-            samples[prompt_name.format(number)] = prompt.text
-            samples[answer_name.format(number)] = answer
         self.metrics = gather_peaks()
         self.log(metrics | samples)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -689,6 +686,15 @@ class PerplexityTrainer(Trainer):
             restore(engine, engine.lr_scheduler or self.lr_scheduler, best)
         else:
             super()._load_best_model()
+
+
+def take_back_first_step(optimizer: object) -> None:
+    """Resets the states and fp32 weights of ZeRO 0's half-precision optimizer: DeepSpeed 0.19.8 initialises them by a
+    step with zero gradients, which decays the weights and which Adam counts.
+    """
+    if isinstance(optimizer, FP16_UnfusedOptimizer | FP16_Optimizer):
+        optimizer.optimizer.state.clear()
+        optimizer.refresh_fp32_params()
 
 
 class LastEvaluation(TrainerCallback):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from dsft.checkpoints.export import export
 from dsft.models.build import load_weights
-from dsft.training.engine import take_back_first_step
+from dsft.training.trainer import take_back_first_step
 
 pytestmark = pytest.mark.launch
 
