@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dsft.config.user_code import name_of, named
+from dsft.config.user_code import KEYS, name_of
 
 HALF_PRECISION = {"bf16": "bfloat16", "fp16": "float16"}
 """Flag of TrainingArguments -> the `dtype` with the same meaning."""
@@ -490,9 +490,12 @@ def decide(options: TrainConfig, decisions: Iterable[Decision]) -> TrainConfig:
 
 def flagged_dtype(options: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns the dtype that the flags bf16 and fp16 ask for, and that flag; None without them."""
-    if flag := next((name for name in HALF_PRECISION if options.get(name)), None):
-        return HALF_PRECISION[flag], f"{flag}=true"
-    return ("float32", "bf16=false") if options.get("dtype", "auto") == "auto" and "bf16" in options else None
+    for flag, dtype in HALF_PRECISION.items():
+        if options.get(flag):
+            return dtype, f"{flag}=true"
+    if "bf16" in options and options.get("dtype", "auto") == "auto":
+        return "float32", "bf16=false"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -611,8 +614,7 @@ def common_options(options: TrainConfig | EvalConfig) -> dict[str, Any]:
 
 def as_dict(options: TrainConfig | EvalConfig) -> dict[str, Any]:
     """Returns the options for run.json; tokens of services are left out."""
-    code = {key: [name_of(each) for each in getattr(options, key)] for key in ("callbacks",) if hasattr(options, key)}
-    code |= {key: name_of(value) for key, value in named(options) if key not in code}
+    code = {key: name_of(getattr(options, key)) for key in KEYS if hasattr(options, key)}
     values = dataclasses.asdict(dataclasses.replace(options, **code))
     values |= values.pop("training", {})
     values.pop("notes")

@@ -214,14 +214,8 @@ MOST_ALIASES = 10
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses repeated keys, of which PyYAML silently takes the last, and more than MOST_ALIASES aliases. A timestamp
-    stays a text.
-    """
+    """Refuses repeated keys, of which PyYAML silently takes the last, and more than MOST_ALIASES aliases."""
 
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
     num_aliases = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
@@ -241,6 +235,10 @@ class _Loader(yaml.SafeLoader):
                 raise ValueError(f"line {line}: duplicate key {name}, first on line {lines[name]}; keep one")
             lines[name] = line
         return super().construct_mapping(node, deep)
+
+
+# A timestamp stays a text.
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
 
 
 class Repeated(list):
@@ -270,19 +268,21 @@ def read_flags(argv: Sequence[str], types_by_name: Mapping[str, Any] | None = No
             else:
                 values = [value] if equals else []
                 occurrences.setdefault(name, []).append(values)
-        elif values is left or takes_list(hint):
-            values.append(word)
-        elif values or (hint is bool and word.lower() not in BOOLEANS):
-            values = left
-            left.append(word)
         else:
+            has_its_word = values and not takes_list(hint)
+            is_after_switch = hint is bool and word.lower() not in BOOLEANS
+            if has_its_word or is_after_switch:
+                values = left
             values.append(word)
     # The deepspeed launcher passes --local_rank=N, and also sets LOCAL_RANK.
     occurrences.pop("local_rank", None)
     flags: dict[str, Any] = {}
     for name, lists in occurrences.items():
         words = [word for values in lists for word in values or [True]]
-        flags[name] = Repeated(words) if len(lists) > 1 else words if len(words) > 1 else words[0]
+        if len(lists) > 1:
+            flags[name] = Repeated(words)
+        else:
+            flags[name] = words if len(words) > 1 else words[0]
     return flags, left
 
 

@@ -28,9 +28,11 @@ def named(options: Any) -> Iterator[tuple[str, Any]]:
                 yield key, each
 
 
-def name_of(value: Any) -> str:
-    """Returns `module:function`, as an option names it."""
-    if isinstance(value, str):
+def name_of(value: Any) -> Any:
+    """Returns `module:function`, as an option names it; of a list, those of its items."""
+    if isinstance(value, list):
+        return [name_of(each) for each in value]
+    if value is None or isinstance(value, str):
         return value
     code = value if isinstance(value, FunctionType | type) else type(value)
     return f"{code.__module__}:{code.__qualname__}"

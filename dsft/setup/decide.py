@@ -309,15 +309,15 @@ def check_run(
         starts: whether a training starts now: its folder, weights and all of its data must be there.
         scored: whether the model is evaluated, not trained.
     """
-    run = TrainingRun(options=options, machine=machine, notes=[*options.notes])
-    _check_options(run, problems, starts=starts)
+    run = TrainingRun(options=options, machine=machine, problems=[*problems], notes=[*options.notes])
+    _check_options(run, starts=starts)
     _check_model(run, starts=starts, scored=scored)
     _check_data(run, starts=starts)
-    run.problems = [*problems, *without_second_errors(run.problems, problems)]
+    run.problems[len(problems) :] = without_second_errors(run.problems[len(problems) :], problems)
     return run
 
 
-def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -> None:
+def _check_options(run: TrainingRun, *, starts: bool) -> None:
     """Decides zero, batches and dtype, and checks the options against each other and the machine."""
     machine = run.machine
     if starts and run.options.training.get("output_dir"):
@@ -335,7 +335,7 @@ def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -
         run.problems += arguments.check_zero_file(run.zero_file, run.options, machine)
         if get_value(run.zero_file, "zero_optimization.round_robin_gradients"):
             run.notes.append("zero_optimization.round_robin_gradients is turned off: checkpoints would be read wrong")
-    if not any("global_batch_size" in problem for problem in [*problems, *run.problems]):
+    if not any("global_batch_size" in problem for problem in run.problems):
         run.apply(*arguments.batch_decisions(run.options, machine.world_size))
     run.apply(arguments.dtype_decisions(run.options, auto_dtype(machine)))
     run.problems += user_code.problems(run.options)
@@ -343,7 +343,7 @@ def _check_options(run: TrainingRun, problems: Sequence[str], *, starts: bool) -
     evaluating = [name for name, values in EVALUATES.items() if run.options.training.get(name) in values]
     if starts and evaluating and not run.options.has_held_out:
         run.problems.append(f"{evaluating[0]} needs held-out data; set eval_data or eval_fraction")
-    if not problems and not run.problems:  # transformers' own rules come last
+    if not run.problems:  # transformers' own rules come last
         run.problems += arguments.check_training_arguments(run.options, here=machine.measured)
 
 
@@ -355,10 +355,10 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
         return
     if starts and options.verify_resume:
         way_out = "use another, or take it as it is with --verify_resume false"
-        damaged = [f"model={options.model}: {error}; {way_out}" for error in run_folder.damage(options.model)]
-        if options.adapter:
-            errors = run_folder.damage(options.adapter)
-            damaged += [f"adapter={options.adapter}: {error}; {way_out}" for error in errors]
+        damaged = []
+        for name, source in (("model", options.model), ("adapter", options.adapter)):
+            for error in run_folder.damage(source) if source else ():
+                damaged.append(f"{name}={source}: {error}; {way_out}")
         if damaged:
             run.problems += damaged
             return
@@ -389,7 +389,7 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
         run.model = dataclasses.replace(run.model, attn_implementation=attention)
 
     model = run.model
-    size = run.model.size
+    size = model.size
     if size.quantization and size.quantization.lies_on_disk and machine.measured and not scored:
         dtype = DTYPES[resolve_dtype(options.dtype)]
         run.problems += format_problems(options.model, model.config, size.quantization, dtype=dtype, trained=True)

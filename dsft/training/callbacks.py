@@ -255,17 +255,18 @@ def _differ(value: float, base: float) -> bool:
     return abs(value - base) > ROUNDING * abs(base)
 
 
-def on_screen(logs: dict[str, float]) -> Iterator[str]:
-    """Yield the parts of a line on the screen."""
+def on_screen(logs: dict[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield label and text of the figures in a line on the screen."""
     for name, label in SCREEN.items():
         if name in logs:
-            text = f"{label} {in_digits(logs[name])}"
+            text = in_digits(logs[name])
             if name == "eval_perplexity" and "eval_perplexity_low" in logs:
-                text += f", {in_words([logs['eval_perplexity_low'], logs['eval_perplexity_high']])}"
-            yield text
+                interval = in_words([logs["eval_perplexity_low"], logs["eval_perplexity_high"]])
+                text = f"{text}, {interval}"
+            yield label, text
     for name, value in logs.items():
         if part := PART.fullmatch(name):
-            yield f"{part[1]} {part[2]} {in_digits(value)}"
+            yield f"{part[1]} {part[2]}", in_digits(value)
 
 
 def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict[str, float]:
@@ -474,20 +475,20 @@ class ProgressLog(TrainerCallback):
             return
         width = 9 if "loss" in logs else 0
         parts = [f"step {state.global_step:>6}"]
-        for text in on_screen(logs):
-            name, _, value = text.partition(" ")
-            if name not in PEAKS:  # printed only when it changes
-                parts.append(f"{name} {value:<{width}}")
-            elif self.peak != text:
-                parts.append(text)
+        for label, text in on_screen(logs):
+            if label not in PEAKS:
+                parts.append(f"{label} {text:<{width}}")
+            elif self.peak != text:  # printed only when it changes
+                parts.append(f"{label} {text}")
                 self.peak = text
         samples = []
         for prompt, answer in samples_in(logs):
             prompt = " ".join(prompt.split())
             samples.append(printable(f"  {prompt[-60:]} => {' '.join(answer.split())}"))
         if self.bar is not None:
-            columns = shutil.get_terminal_size().columns
-            self.bar.write("\n".join([_fitting(parts, columns), *samples]))
+            while len("  ".join(parts)) > shutil.get_terminal_size().columns and len(parts) > 1:
+                parts.pop()
+            self.bar.write("\n".join(["  ".join(parts), *samples]))
             return
         start, first = self.begin
         done = state.global_step - first
@@ -500,13 +501,6 @@ class ProgressLog(TrainerCallback):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-
-
-def _fitting(parts: list[str], columns: int) -> str:
-    """Join as many of the first parts as fit."""
-    while len(text := "  ".join(parts)) > columns and parts:
-        parts = parts[:-1]
-    return text
 
 
 HOST_MEMORY = "host memory of a node"

@@ -59,7 +59,7 @@ class TokenLoss:
         Raises:
             UserError: if the model does not return logits for each token.
         """
-        inputs = dict(inputs)
+        inputs = inputs | {"use_cache": False}
         if "shift_labels" in inputs:
             targets_BT = inputs.pop("shift_labels")
             weights_BT = inputs.pop("shift_weights", None)

@@ -145,7 +145,7 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
     batch = Batch(
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
-        distributed.world_size(),
+        args.world_size,
         options.sequence_parallel,
     )
     if args.dataloader_drop_last:
@@ -181,7 +181,14 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
             return f"{content} seed {args.seed}"  # frozen adapters keep their random values
         return content
 
-    return PerplexityTrainer(model, args, run=run, data=data, frozen_weights=distributed.on_rank_0(frozen_weights))
+    return PerplexityTrainer(
+        model,
+        args,
+        run=run,
+        data=data,
+        sequences_per_step=batch.sequences,
+        frozen_weights=distributed.on_rank_0(frozen_weights),
+    )
 
 
 def with_verified_checkpoint(run: TrainingRun) -> TrainingRun:

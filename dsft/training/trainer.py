@@ -78,7 +78,7 @@ from dsft.training.callbacks import (
     of_sets,
 )
 from dsft.training.loss import TokenLoss
-from dsft.units import Batch, padded_width
+from dsft.units import padded_width
 
 ORDERS = {"group_by_length": "steps of like length", "sequential": "as in the data"}
 """Sampling strategies that give steps other items than a random order -> description for the run's identity."""
@@ -111,17 +111,16 @@ class PerplexityTrainer(Trainer):
         *,
         run: TrainingRun,
         data: TrainingData,
+        sequences_per_step: int,
         frozen_weights: str | None,
     ):
         """
         Args:
+            sequences_per_step: over all ranks.
             frozen_weights: a hash of their files, for the run's identity.
         """
         options = run.options
-        team = team_of(run.options.sequence_parallel)
-        micro_batch = args.per_device_train_batch_size
-        batch = Batch(micro_batch, args.gradient_accumulation_steps, args.world_size, team.size)
-        self._use_cache = getattr(model.config, "use_cache", None)  # the Trainer turns it off
+        args.use_cache = getattr(model.config, "use_cache", None)  # else the Trainer turns it off, also in final/
         super().__init__(
             model=model,
             args=args,
@@ -132,16 +131,17 @@ class PerplexityTrainer(Trainer):
         )
         # The Trainer counts micro batches itself and leaves accelerate at 1, which would then warn.
         self.accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+        self.run = run
         self.data = data
-        self.team = team
-        self.sequences_per_step = batch.sequences
+        self.team = team_of(options.sequence_parallel)
+        self.sequences_per_step = sequences_per_step
         self.compute = Compute.of_run(run)
         self.token_loss = TokenLoss(
             model,
             label_smoothing=args.label_smoothing_factor,
             compute_loss=options.compute_loss and user_code.load("compute_loss", options.compute_loss),
         )
-        self._set_callbacks(run)
+        self._set_callbacks()
         self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=options.max_skipped_steps)
         self.is_stopping = False
         self.work = Work(args.device)
@@ -159,11 +159,7 @@ class PerplexityTrainer(Trainer):
             "optimizer_in_json": "optimizer" in deepspeed_config,  # it has one group, the Trainer's has two
         }
         self.saves = Saves()
-        self.save_minutes = options.save_minutes
         self.learning_rates = learning_rates(options)
-        self._package = (options.model, options.revision)
-        self._disk = run.disk
-        self._zero = run.plan.zero
         # `prune` removes checkpoints. With a limit of 1 the Trainer would remove the newest one at its end.
         self.save_total_limit = args.save_total_limit
         args.save_total_limit = None
@@ -177,15 +173,15 @@ class PerplexityTrainer(Trainer):
         taken = {name: getattr(args, name) for name in TAKEN} | dict.fromkeys(user_code.KEYS)
         self.taken_options = json.loads(json.dumps(taken | user_code.digests(options)))
 
-    def _set_callbacks(self, run: TrainingRun) -> None:
-        options = run.options
+    def _set_callbacks(self) -> None:
+        options = self.run.options
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
         # A notebook keeps transformers' table and bar, unless disable_tqdm asks for lines.
         if not any("Notebook" in type(each).__name__ for each in self.callback_handler.callbacks):
             self.add_callback(ProgressLog)
         self.learning = LearningCheck(self.model.config.get_text_config().vocab_size)
-        self.plan_check = PlanCheck(run.plan)
+        self.plan_check = PlanCheck(self.run.plan)
         for callback in (MetricsFile, self.learning, self.plan_check):
             self.add_callback(callback)
         if options.early_stopping_patience:
@@ -400,10 +396,10 @@ class PerplexityTrainer(Trainer):
             raise
         if self.accelerator.sync_gradients:  # the same on all ranks
             step += 1
-            seconds = time.monotonic() - self._saved_at
+            minutes = (time.monotonic() - self._saved_at) / 60
+            is_due = minutes > (self.run.options.save_minutes or math.inf)
             # By one clock.
-            is_due = self.save_minutes is not None and seconds > 60 * self.save_minutes and self.is_world_process_zero()
-            self.work.send(step, asked=distributed.is_asked_to_save(), due=is_due)
+            self.work.send(step, asked=distributed.is_asked_to_save(), due=is_due and self.is_world_process_zero())
             self.skipped_steps.note(step, is_skipped=self.model_wrapped.skipped_steps > skipped)
             watchdog.set_phase("training")  # the first step, which compiles and allocates, has the limit of loading
         watchdog.heartbeat(step)
@@ -464,9 +460,11 @@ class PerplexityTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds dsft's latest metrics; `loss` and `train_loss` are per trained token."""
-        logs = logs | ({"train_loss": self.train_loss} if "train_loss" in logs else {})
-        logs.pop("loss", None)  # the Trainer's
-        logs |= self.metrics
+        logs = logs | self.metrics
+        if "loss" not in self.metrics:
+            logs.pop("loss", None)  # the Trainer's
+        if "train_loss" in logs:
+            logs["train_loss"] = self.train_loss
         if self.saves.number:
             logs["save_seconds"] = self.saves.seconds
         super().log(logs, start_time)
@@ -495,8 +493,11 @@ class PerplexityTrainer(Trainer):
             "plan_check": self.plan_check.figures,
         }
         for entry in log:
-            results["tokens_per_second"] = entry.get("train_tokens_per_second", results["tokens_per_second"])
-            results |= {name: value for name, value in entry.items() if name in PEAKS}
+            for name, value in entry.items():
+                if name == "train_tokens_per_second":
+                    results["tokens_per_second"] = value
+                elif name in PEAKS:
+                    results[name] = value
         for name, value in self.last_evaluation().items():
             if name.startswith("eval_") and name != "eval_runtime":
                 results[name] = value
@@ -528,15 +529,12 @@ class PerplexityTrainer(Trainer):
             samples = answer_prompts(self.data.prompts, self.model, self.processing_class)
         set_D = np.repeat(np.arange(len(held_out.stores)), [len(store.row_ends) for store in held_out.stores])
         low, high = result_intervals(result).perplexity
-        bounds = {} if math.isnan(low) else {"perplexity_low": low, "perplexity_high": high}  # none for one window
-        metrics = {
-            "loss": result.loss,
-            "perplexity": result.perplexity,
-            **bounds,
-            "tokens": result.tokens,
-            **of_sets(result, self.data.held_out_sets, set_D),
-            "runtime": time.perf_counter() - start,
-        }
+        metrics = {"loss": result.loss, "perplexity": result.perplexity}
+        if not math.isnan(low):  # a single window has no interval
+            metrics |= {"perplexity_low": low, "perplexity_high": high}
+        metrics["tokens"] = result.tokens
+        metrics |= of_sets(result, self.data.held_out_sets, set_D)
+        metrics["runtime"] = time.perf_counter() - start
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.metrics = gather_peaks()
         self.log(metrics | samples)
@@ -582,7 +580,7 @@ class PerplexityTrainer(Trainer):
 
         facts = {
             "step": state.global_step,
-            "zero": self._zero,
+            "zero": self.run.plan.zero,
             **self.topology,
             "sequence_parallel": self.team.size,
             "run_identity": self.run_identity,
@@ -590,7 +588,7 @@ class PerplexityTrainer(Trainer):
             "loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None),
         }
         with watchdog.phase("saving"), self.work.paused():
-            save.run(write, check, facts=facts, needed_bytes=self._disk.checkpoint_bytes)
+            save.run(write, check, facts=facts, needed_bytes=self.run.disk.checkpoint_bytes)
             if self.is_world_process_zero():
                 best = state.best_model_checkpoint
                 prune(output_dir, limit=self.save_total_limit, best=best, newest=save.folder)
@@ -611,7 +609,7 @@ class PerplexityTrainer(Trainer):
                 functools.partial(self.save_model, str(save.staged)),
                 self._missing_weights,
                 facts={"step": self.state.global_step, **self.topology},
-                needed_bytes=self._disk.weight_bytes,
+                needed_bytes=self.run.disk.weight_bytes,
             )
         self._staged_save = None
         return save.folder
@@ -640,22 +638,14 @@ class PerplexityTrainer(Trainer):
         distributed.wait_long("model is saved")
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Writes the weights, with the model's original `use_cache`."""
+        """Writes the weights, and what dsft adds to their folder."""
         save = self._staged_save
-        config = self.model.config
-        in_training = getattr(config, "use_cache", None)
-        if in_training is not None:
-            config.use_cache = self._use_cache
         if self.model.can_generate():
             # transformers writes an invalid config (a temperature without do_sample, as in Vicuna) only if it is
             # unchanged since loading. The Trainer and `stop_at` have set its special tokens.
             generation = self.model.generation_config
             generation._original_object_hash = hash(generation)
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            if in_training is not None:
-                config.use_cache = in_training
+        super()._save(output_dir, state_dict)
         if save is None or not self.args.should_save:
             return
         if isinstance(self.model, PeftModel):  # peft saves none: the adapter's stop tokens would be lost
@@ -664,8 +654,7 @@ class PerplexityTrainer(Trainer):
         add_keys_of_transformers_4(Path(output_dir), self.processing_class.name_or_path)
         if save.folder.name == FINAL:
             if not isinstance(self.model, PeftModel):
-                package, revision = self._package
-                copy_processor(package, Path(output_dir), revision)
+                copy_processor(self.run.options.model, Path(output_dir), self.run.options.revision)
             # peft's template. The run's card follows with its results.
             (Path(output_dir) / CARD).unlink(missing_ok=True)
 
@@ -674,9 +663,8 @@ class PerplexityTrainer(Trainer):
         best = self.state.best_model_checkpoint
         if self.is_stopping or self.state.best_global_step == self.state.global_step:  # not needed, or loaded already
             return
-        missing = distributed.on_rank_0(
-            lambda: resume_errors(Path(best)) if Path(best).is_dir() else ["it does not exist"]
-        )
+        folder = Path(best)
+        missing = distributed.on_rank_0(lambda: resume_errors(folder) if folder.is_dir() else ["it does not exist"])
         if errors := missing or changed_files(best):
             say(f"error: {best}, the best checkpoint, is damaged ({errors[0]}): the last step's weights stay")
             self.state.best_model_checkpoint = None
