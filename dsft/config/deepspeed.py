@@ -137,11 +137,9 @@ def get_value(deepspeed_config: dict[str, Any], place: str) -> Any:
     """Returns the value at a place such as optimizer.params.betas.0; None if it or a section on the way is missing."""
     value: Any = deepspeed_config
     for part in place.split("."):
-        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
-            value = value[int(part)]
-        elif isinstance(value, dict) and part in value:
-            value = value[part]
-        else:
+        try:
+            value = value[int(part) if isinstance(value, list) else part]
+        except (LookupError, TypeError, ValueError):
             return None
     return value
 
@@ -230,18 +228,19 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
             problems.append(f"{place}={json.dumps(section[key])}: must be a JSON object; leave it out for the default")
     if problems:
         return [f"zero={zero}: {problem}" for problem in problems]
-    level = get_value(content, "zero_optimization.stage")
-    if level not in (None, AUTO) and (type(level) is not int or level not in range(4)):
-        problems.append(f"zero_optimization.stage={json.dumps(level)}: must be 0, 1, 2 or 3, without quotes")
+    level = json.dumps(get_value(content, "zero_optimization.stage"))
+    if level not in ("null", '"auto"', "0", "1", "2", "3"):
+        problems.append(f"zero_optimization.stage={level}: must be 0, 1, 2 or 3, without quotes")
     for place, (name, kind) in SAME_MEANING.items():
         value = get_value(content, place)
         if value is None or value == AUTO or kind is bool:
             continue
+        if not isinstance(value, int | float):
+            problems.append(f"{place}: must be a number, not {json.dumps(value)}")
+            continue
         try:
-            if not isinstance(value, int | float):
-                raise ValueError(f"must be a number, not {json.dumps(value)}")
             problems += [place + bound.removeprefix(name) for bound in check_bounds(name, convert(value, kind))]
-        except ValueError as error:
+        except ValueError as error:  # a fraction
             problems.append(f"{place}: {error}")
     for place in places_of_auto(content):
         if place not in (*SAME_MEANING, *FILLED):
@@ -282,26 +281,24 @@ def _check_type(key: str, content: dict[str, Any]) -> list[str]:
         return [f"{key}.{name}: unknown key{nearest(name, ['type', 'params'])}" for name in unknown]
     name = str(section.get("type"))
     kind = name.lower()
+    problem = ""
     if key == "scheduler":
-        if name in VALID_LR_SCHEDULES:
-            return []
-        return [f"scheduler.type: {name!r} is unknown{nearest(name, VALID_LR_SCHEDULES)}"]
-    if kind not in DEEPSPEED_OPTIMIZERS and not inspect.isclass(getattr(torch.optim, name, None)):
-        return [f"optimizer.type: {name!r} is unknown{nearest(name, OPTIMIZERS)}"]
-    if not stage(content) or kind in {each.lower() for each in OPTIMIZERS}:
+        if name not in VALID_LR_SCHEDULES:
+            problem = f"{name!r} is unknown{nearest(name, VALID_LR_SCHEDULES)}"
+    elif kind not in DEEPSPEED_OPTIMIZERS and not inspect.isclass(getattr(torch.optim, name, None)):
+        problem = f"{name!r} is unknown{nearest(name, OPTIMIZERS)}"
+    elif not stage(content) or kind in map(str.lower, OPTIMIZERS):
         return []
-    if kind in NOT_FOR_SHARDS:
-        return [
-            f"optimizer.type {kind}: {NOT_FOR_SHARDS[kind]}, and ZeRO's shards are flat pieces of them; use stage 0, or"
+    elif kind in NOT_FOR_SHARDS:
+        why = NOT_FOR_SHARDS[kind]
+        problem = f"{kind}: {why}, and ZeRO's shards are flat pieces of them; use stage 0, or AdamW"
+    elif not content.get("zero_allow_untested_optimizer"):
+        # asserted after the model has loaded (engine.py, _do_optimizer_sanity_check)
+        problem = (
+            f"{kind}: DeepSpeed has not tested it over ZeRO's shards; add zero_allow_untested_optimizer=true, or use"
             " AdamW"
-        ]
-    if content.get("zero_allow_untested_optimizer"):
-        return []
-    # asserted after the model has loaded (engine.py, _do_optimizer_sanity_check)
-    return [
-        f"optimizer.type {kind}: DeepSpeed has not tested it over ZeRO's shards; add"
-        " zero_allow_untested_optimizer=true, or use AdamW"
-    ]
+        )
+    return [f"{key}.type: {problem}"] if problem else []
 
 
 def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:

@@ -67,7 +67,7 @@ _BOUNDS = {
     # Each is a process, beside every rank.
     "dataloader_num_workers": (0, 256, "be at least 0 and at most 256"),
     """lora_r lora_alpha max_documents stride sequence_parallel ddp_timeout dataloader_prefetch_factor
-    early_stopping_patience max_skipped_steps max_new_tokens nodes""": (1, math.inf, "be at least 1"),
+    early_stopping_patience max_skipped_steps max_new_tokens nodes batch_tokens""": (1, math.inf, "be at least 1"),
     "logging_steps save_steps eval_steps save_minutes loraplus_lr_ratio": (MORE_THAN_0, math.inf, "be more than 0"),
     """learning_rate weight_decay warmup_steps max_grad_norm adam_epsilon samples eval_delay verify generate_samples
     temperature early_stopping_threshold router_aux_loss max_restarts""": (
@@ -304,17 +304,14 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     values, left = read_options(cls, argv, problems)
     types_by_name = field_types(cls)
     fields = options_of(cls)
-    for word in left:
-        if word.startswith("--"):
-            problems.append(f"{word}: {describe_unknown(word, fields)}")
+    problems += [f"{word}: {describe_unknown(word, fields)}" for word in left if word.startswith("--")]
     raise_if_any(problems)  # first, since the next word may be the value of an unknown option
     words: list[Any] = left
     positional = [name for name, field in fields.items() if not field.kw_only and name not in values]
     if words and positional and takes_list(types_by_name[positional[0]]):
         words = [words]
     values |= check_values(dict(zip(positional, words, strict=False)), types_by_name, problems)
-    for word in words[len(positional) :]:
-        problems.append(f"unexpected argument {word!r}; options are written --key value")
+    problems += [f"unexpected argument {word!r}; options are written --key value" for word in words[len(positional) :]]
     raise_if_any(problems)
     try:
         return cls(**{fields[name].name: value for name, value in values.items()})
@@ -343,21 +340,19 @@ def check_values(
         hint = types_by_name[key]
         if isinstance(value, (str, bool)):
             value = SAME_VALUES.get((key, str(value).lower()), value)  # of other trainers
-        if value is None and (key == "report_to" or not takes_none(hint)):
+        has_null = hint is Any or type(None) in typing.get_args(hint)
+        if value is None and (key == "report_to" or not has_null):
             continue  # null in YAML is an unset option
-        if isinstance(value, Repeated) and not takes_list(hint):
-            problems.append(f"--{key} is given {len(value)} times ({', '.join(map(str, value))}); keep one")
-            continue
         try:
-            value = convert(value, hint)
+            checked[key] = convert(value, hint)
         except ValueError as error:
             problems.append(f"{key}: {'needs a value: ' if value is True else ''}{error}")
-            continue
-        if key in PATHS and isinstance(value, list):
-            value = [os.path.expanduser(path) for path in value]
-        elif key in PATHS and value:
-            value = os.path.expanduser(value)
-        checked[key] = value
+    for key in PATHS:
+        value = checked.get(key)
+        if isinstance(value, list):
+            checked[key] = [os.path.expanduser(path) for path in value]
+        elif value:
+            checked[key] = os.path.expanduser(value)
     for key in types_by_name:  # in one order, for YAML and flags
         problems += check_bounds(key, checked.get(key))
     return checked
@@ -387,11 +382,6 @@ def describe_unknown(word: str, known: Collection[str]) -> str:
     return f"unknown key{nearest(key, known)}"
 
 
-def takes_none(hint: Any) -> bool:
-    """Whether None is a value of its own for a field of this type."""
-    return hint is Any or type(None) in (hint, *typing.get_args(hint))
-
-
 def takes_list(hint: Any) -> bool:
     """Whether a field of this type can be a list."""
     return any(typing.get_origin(member) is list for member in (hint, *typing.get_args(hint)))
@@ -405,6 +395,8 @@ def convert(value: Any, hint: Any) -> Any:
     """
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
+    if isinstance(value, Repeated) and not takes_list(hint):
+        raise ValueError(f"given {len(value)} times ({', '.join(map(str, value))}); keep one")
     if hint is Any:
         return value
     if origin in (typing.Union, types.UnionType):
@@ -457,10 +449,9 @@ def _choice(value: Any, choices: Sequence[Any]) -> Any:
     text = str(getattr(value, "value", value))
     if value is False and "no" in choices:  # YAML reads a bare `no` as false
         return "no"
-    for choice in choices:
-        if text == str(choice):
-            return choice
     names = [str(choice) for choice in choices]
+    if text in names:
+        return choices[names.index(text)]
     raise ValueError(f"invalid choice: {text!r} (choose from {', '.join(names)}){nearest(text, names)}")
 
 
@@ -505,13 +496,6 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
         problems.append("model: missing; name a hub id, a local folder or a config.json")
     if not options.data:
         problems.append("data: missing; name a file, a folder, a glob or a hub data set")
-    batch_tokens = options.value("batch_tokens")  # of an evaluation; a protocol has its own seq_len
-    if batch_tokens is not None and batch_tokens < options.seq_len and not options.value("protocol"):
-        problems.append(
-            f"batch_tokens={batch_tokens} is less than seq_len={options.seq_len}: one window must fit; raise"
-            " batch_tokens"
-        )
-
     for names, why in EXCLUSIVE.items():
         if all(options.value(name) for name in names.split()):
             problems.append(why)
@@ -574,10 +558,15 @@ def _check_evaluation(options: EvalConfig) -> list[str]:
         twice = [value for value in dict.fromkeys(values) if values.count(value) > 1]
         problems += [f"{name}: {value} is named twice; name it once" for value in twice]
     # A protocol may take its length from the model, and checks the stride itself.
-    if not options.protocol and options.stride is not None and options.stride >= options.seq_len:
+    if not options.protocol and (options.stride or 0) >= options.seq_len:
         problems.append(
             f"stride={options.stride}: must be at least 1 and less than seq_len={options.seq_len}, so that every token"
             " has context"
+        )
+    if not options.protocol and (options.batch_tokens or math.inf) < options.seq_len:
+        problems.append(
+            f"batch_tokens={options.batch_tokens} is less than seq_len={options.seq_len}: one window must fit; raise"
+            " batch_tokens"
         )
     if options.bad_rows != "error":
         problems.append(f"bad_rows={options.bad_rows}: an evaluation scores every row; fix or remove the bad ones")

@@ -5,7 +5,6 @@ the decisions and problems that are returned.
 `config/reader.py` checks what needs the options alone.
 """
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -84,7 +83,7 @@ def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], l
         return [], []
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     given = {name: options.training[name] for name in names if options.training.get(name)}
-    product = " x ".join([*(f"{name}={value}" for name, value in given.items()), plural(world, "rank")])
+    product = "".join(f"{name}={value} x " for name, value in given.items()) + plural(world, "rank")
     if shared_by > 1:
         product += f" / sequence_parallel={shared_by}"
     per_step = Batch(math.prod(given.values()), 1, world, shared_by).sequences
@@ -249,14 +248,16 @@ def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Ma
             " before ZeRO-3 shards it (DeepSpeed issue 5637), and offload does not take it; use zero 2 if that base"
             " fits on one GPU, else method lora, whose base is sharded and offloaded"
         )
-    if options.states == "bfloat16":
-        refusal = ""
-        if zero_stage == 0:
-            refusal = "DeepSpeed has such states in ZeRO 1, 2 and 3; use one of these"
-        elif is_offloaded and optimizer not in ("adam", "adamw"):  # base_optimizer.py, _configure_master_weights
-            refusal = "an offloaded optimizer must be AdamW in the DeepSpeed JSON, as in zero 2-offload"
-        if refusal:
-            problems.append(f"states=bfloat16 cannot be combined with zero={zero}: {refusal}")
+    if options.states == "bfloat16" and zero_stage == 0:
+        problems.append(
+            f"states=bfloat16 cannot be combined with zero={zero}: DeepSpeed has such states in ZeRO 1, 2 and 3; use"
+            " one of these"
+        )
+    elif options.states == "bfloat16" and is_offloaded and optimizer not in ("adam", "adamw"):
+        problems.append(  # base_optimizer.py, _configure_master_weights
+            f"states=bfloat16 cannot be combined with zero={zero}: an offloaded optimizer must be AdamW in the"
+            " DeepSpeed JSON, as in zero 2-offload"
+        )
     if options.dtype == "float16" and zero_stage == 0:
         problems.append(f"dtype=float16 cannot be combined with zero={zero}; use zero 1, 2 or 3, or bfloat16")
     if zero_stage == 0 and sums_in_fp32(zero_file) and options.dtype in HALF_PRECISION.values():
@@ -312,14 +313,12 @@ def check_machine(options: TrainConfig, machine: Machine) -> list[str]:
             f"TMPDIR={temporary}: too long for the sockets of data workers; set one of at most {LONGEST_TMPDIR}"
             " characters, or dataloader_num_workers: 0"
         )
-    needed = []
-    if training.get("use_liger_kernel"):
-        needed.append(("use_liger_kernel", "liger_kernel"))
-    if options.method == "qlora" and machine.has_gpu:
-        needed.append(("method=qlora", "bitsandbytes"))
-    for name, package in needed:
-        if importlib.util.find_spec(package) is None:
-            problems.append(f"{name}: the package {package} is not installed; pip install {package.replace('_', '-')}")
+    needs_liger = bool(training.get("use_liger_kernel"))
+    if needs_liger and importlib.util.find_spec("liger_kernel") is None:
+        problems.append("use_liger_kernel: the package liger_kernel is not installed; pip install liger-kernel")
+    needs_bitsandbytes = options.method == "qlora" and machine.has_gpu
+    if needs_bitsandbytes and importlib.util.find_spec("bitsandbytes") is None:
+        problems.append("method=qlora: the package bitsandbytes is not installed; pip install bitsandbytes")
     return problems
 
 
@@ -386,10 +385,8 @@ def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size
     training = options.training
     defaults = LoraFields()
     ignored = {name: why for name, why in IGNORED_ARGUMENTS.items() if name in training}
-    changed = []
-    for field in dataclasses.fields(LoraFields):
-        if field.name not in ("method", "adapter") and getattr(options, field.name) != getattr(defaults, field.name):
-            changed.append(field.name)
+    changed = [name for name, default in vars(defaults).items() if getattr(options, name) != default]
+    changed = [name for name in changed if name not in ("method", "adapter")]
     shape = [name for name in changed if name not in ("quantization", "loraplus_lr_ratio")]
     if changed and options.method == "full":
         ignored[", ".join(changed)] = "because method is full; set method: lora"

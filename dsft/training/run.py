@@ -94,7 +94,11 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
 
 def _trained(run: TrainingRun) -> PerplexityTrainer:
     log_to_files(run.output_dir, append=run.checkpoint is not None)
-    describe_plan(run)
+    size = run.model.size
+    say(f"plan: {run.machine}; {size.num_params:,} parameters, {size.num_trainable:,} trained, {run.options.dtype}")
+    say(f"plan for rows of {run.options.seq_len:,} tokens: {run.reason}")
+    for note in run.notes:
+        say(f"note: {note}")
     watchdog.progress.timeouts = run.options  # a run that is planned may need longer steps
     verifies = run.options.verify_resume
     with recorded(run):
@@ -114,7 +118,7 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
             )
         for sequences in filter(None, (data.items, data.held_out)):
             for store in sequences.stores:
-                check_ids(store.tokens, run.tokenizer, run.model.size.vocab_size)
+                check_ids(store.tokens, run.tokenizer, size.vocab_size)
         for name in (run.options.model, run.options.adapter):
             if name and verifies:
                 verify_weights(name)
@@ -123,19 +127,10 @@ def _trained(run: TrainingRun) -> PerplexityTrainer:
         if run.checkpoint:
             distributed.on_rank_0(lambda: check_identity(run.checkpoint, trainer.run_identity))
     start = time.perf_counter()
-    with recorded(run, data, trainer), out_of_memory_explained(run, "in training"):
-        fit(trainer, run)
-        finish(trainer, run, data, start=start)
+    with recorded(run, trainer), out_of_memory_explained(run, "in training"):
+        fit(trainer)
+        finish(trainer, start=start)
     return trainer
-
-
-def describe_plan(run: TrainingRun) -> None:
-    """Prints the plan and why it was chosen."""
-    size = run.model.size
-    say(f"plan: {run.machine}; {size.num_params:,} parameters, {size.num_trainable:,} trained, {run.options.dtype}")
-    say(f"plan for rows of {run.options.seq_len:,} tokens: {run.reason}")
-    for note in run.notes:
-        say(f"note: {note}")
 
 
 def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
@@ -210,22 +205,21 @@ def with_verified_checkpoint(run: TrainingRun) -> TrainingRun:
 
 
 @contextlib.contextmanager
-def recorded(
-    run: TrainingRun, data: TrainingData | None = None, trainer: PerplexityTrainer | None = None
-) -> Iterator[None]:
+def recorded(run: TrainingRun, trainer: PerplexityTrainer | None = None) -> Iterator[None]:
     """Keeps run.json's status inside a `with`: running, then stopped, preempted or failed; `finish` sets done.
     Collective. A run that is replaced or done is not changed until there is a trainer.
     """
 
     def begin() -> bool:
-        if trainer is None and replaces_run(run.options, run.checkpoint):
-            return False
-        if trainer is not None and run.options.overwrite and run.checkpoint is None:
-            clear_run(run.output_dir)
         about_data = {}
-        if data is not None:
+        if trainer is not None:
+            if run.options.overwrite and run.checkpoint is None:
+                clear_run(run.output_dir)
+            data = trainer.data
             about_data = {"data": data.counts, "held_out": data.held_out_counts, "data_notes": data.notes}
             about_data["uses_chat_template"] = data.uses_chat_template
+        elif replaces_run(run.options, run.checkpoint):
+            return False
         write_run(
             run.output_dir,
             config=as_dict(run.options),
@@ -256,7 +250,9 @@ def recorded(
                 text = f"rank {distributed.rank()} on {socket.gethostname()}: {one_line(error)}"
                 record_failure(Path(run.output_dir) / RUN, text)
             raise
-        outcome = {"status": "preempted"} if isinstance(error, Requeue) else {"status": "stopped", "error": str(error)}
+        outcome = {"status": "preempted"}
+        if not isinstance(error, Requeue):
+            outcome = {"status": "stopped", "error": str(error)}
         if distributed.rank() == 0:
             _write_results(run, trainer.results(), **outcome)
             if distributed.world_size() > 1:
@@ -314,10 +310,11 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
     return memory_errors_explained(explanation)
 
 
-def fit(trainer: PerplexityTrainer, run: TrainingRun) -> None:
+def fit(trainer: PerplexityTrainer) -> None:
     """Prints what the training resumes from, and trains. Collective. Raises Requeue on every rank if one was asked to
     stop, after a save.
     """
+    run = trainer.run
     if run.checkpoint:
         change = topology_change(run.checkpoint, trainer.topology)
         resharded = f"; resharded ({change}): dropout draws other numbers than it would have"
@@ -359,16 +356,19 @@ def push_final(training: Mapping[str, Any], final: Path) -> None:
     say(f"uploaded {final} to {repository.repo_id}")
 
 
-def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, start: float) -> Path:
+def finish(trainer: PerplexityTrainer, *, start: float) -> None:
     """Saves the final model with its card, and completes run.json. Collective. Raises Unsaved if the model could not be
     saved, with the command that makes it from the last checkpoint.
     """
+    run = trainer.run
+    data = trainer.data
     try:
         final = trainer.save_final()
     except Unsaved as error:
-        if not (saved := checkpoints(run.output_dir)):
+        saved = checkpoints(run.output_dir)
+        if not saved:
             raise
-        command = shlex.join(["dsft", "export", str(saved[-1]), str(Path(run.output_dir) / FINAL)])
+        command = shlex.join(["dsft", "export", str(saved[-1]), f"{run.output_dir}/{FINAL}"])
         raise Unsaved(f"{error}. Once there is room, make it of the last checkpoint: {command}") from None
     seconds = time.perf_counter() - start
     if distributed.rank() == 0:
@@ -392,4 +392,3 @@ def finish(trainer: PerplexityTrainer, run: TrainingRun, data: TrainingData, *, 
             commands.append(["eval", "--run", run.output_dir])
         for words in commands:
             say(f"  {shlex.join(['dsft', *words])}")
-    return final

@@ -269,7 +269,7 @@ class PerplexityTrainer(Trainer):
         """Counts ranks that share a batch once; the Trainer's counts each."""
         return self.sequences_per_step
 
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def _init_training_state(self, max_steps: int, *args, **kwargs) -> tuple[int, int]:
         started = super()._init_training_state(max_steps, *args, **kwargs)
         # Else a resumed run logs, evaluates and saves as often as its checkpoint's run.
         self.state.compute_steps(self.args, max_steps)
@@ -336,13 +336,13 @@ class PerplexityTrainer(Trainer):
 
     # Steps.
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, *args, **kwargs) -> None:
         """The Trainer's. A run that was killed before it saved its final model resumes without another step."""
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> tuple[list, Any]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args, **kwargs) -> tuple[list, Any]:
         """The Trainer's, timed."""
         return super().get_batch_samples(self.work.timed(epoch_iterator), *args, **kwargs)
 
@@ -421,7 +421,7 @@ class PerplexityTrainer(Trainer):
         end tokens for padding in rows without a mask.
         """
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
         """The Trainer's, after the sums of the step before are read, and those of this step if something is due, on all
         ranks alike. Collective. Raises TrainingStopped if a loss was NaN or infinite.
         """
@@ -469,7 +469,7 @@ class PerplexityTrainer(Trainer):
             logs["save_seconds"] = self.saves.seconds
         super().log(logs, start_time)
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+    def _finalize_training(self, *args, **kwargs) -> TrainOutput:
         """The Trainer's, which logs totals. Collective."""
         self.metrics = gather_peaks()
         return super()._finalize_training(*args, **kwargs)
@@ -541,7 +541,7 @@ class PerplexityTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+    def _determine_best_metric(self, *args, **kwargs) -> bool:
         """The Trainer's, for `save_strategy: best`; it would cancel a save that a stop or the clock asks for."""
         return super()._determine_best_metric(*args, **kwargs) or self.control.should_save
 

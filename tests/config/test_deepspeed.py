@@ -138,7 +138,7 @@ def test_what_is_right_beside_its_stage_is_taken(content):
         (2, {"expert_parallel": {"enabled": True, "autoep_size": 2}}, ["expert_parallel.enabled:"]),
         (2, {"data_efficiency": {"enabled": True}}, ["data_efficiency.enabled:"]),
         (1, {"optimizer": {"type": "SGD", "params": {}}}, ["sgd", "add zero_allow_untested_optimizer=true"]),
-        (1, {"optimizer": {"type": "Lamb", "params": {}}}, ["optimizer.type lamb: ", "norms of whole weights"]),
+        (1, {"optimizer": {"type": "Lamb", "params": {}}}, ["optimizer.type: lamb: ", "norms of whole weights"]),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )

@@ -60,8 +60,8 @@ def test_a_flag_given_twice_is_one_list_where_its_field_is_a_list_and_a_problem_
     checked = check_values(flags, field_types(TrainConfig), problems)
     assert checked == {"data": ["a", "b", "c"]}
     assert problems == [
-        "--seq_len is given 2 times (8, 9); keep one",
-        "--packing is given 2 times (True, false); keep one",
+        "seq_len: given 2 times (8, 9); keep one",
+        "packing: given 2 times (True, false); keep one",
     ]
     problems.clear()
     read_config(TrainConfig, ["--config", "a.yaml", "--config", "b.yaml"], problems)

@@ -55,7 +55,7 @@ CASES = {
     f"{TRAIN} --eval_fraction 1": "eval_fraction=1.0: must be at least 0 and less than 1",
     f"{TRAIN} --packing maybe": "packing: expected true or false, got 'maybe'",
     f"{TRAIN} --lora_r 0": "lora_r=0: must be at least 1",
-    f"{TRAIN} --learning_rate 1 --learning_rate 2": "--learning_rate is given 2 times (1, 2); keep one",
+    f"{TRAIN} --learning_rate 1 --learning_rate 2": "learning_rate: given 2 times (1, 2); keep one",
     f"{TRAIN} --bf16 --fp16": "bf16 and fp16 are both true",
     f"{TRAIN} --fp16": "fp16 needs a GPU",
     f"{TRAIN} --method qlora": "method=qlora",
