@@ -169,12 +169,7 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
 def compose(
     deepspeed_config: dict[str, Any], *, hpz_ranks: int | None = None, bf16_states: bool = False
 ) -> dict[str, Any]:
-    """Returns a copy completed for this job: precision sections follow the flags, no timer waits for the device.
-
-    Args:
-        hpz_ranks: size of hpZ's second partition, the ranks of a node.
-        bf16_states: whether the optimizer's states are bfloat16.
-    """
+    """Returns a copy completed for this job. `hpz_ranks`: size of hpZ's second partition, the ranks of a node."""
     composed = json.loads(json.dumps(deepspeed_config))
     for section in ("bf16", "fp16"):
         composed.setdefault(section, {"enabled": "auto"})
@@ -334,9 +329,7 @@ def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
 
 
 def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> dict[str, Any]:
-    """Returns a copy of a sound file whose optimizer and scheduler take what they leave out from the options: DeepSpeed
-    has other defaults, such as a learning rate of 1e-3.
-    """
+    """Returns a copy of a sound file in which the options fill optimizer and scheduler: DeepSpeed's rate is 1e-3."""
     import torch
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS

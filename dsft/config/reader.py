@@ -35,8 +35,7 @@ from dsft.config.options import (
 from dsft.errors import UserError, nearest, one_line, raise_if_any, without_second_errors
 
 PATHS = ("output_dir", "model", "tokenizer", "adapter", "reference", "run", "resume_from_checkpoint")
-"""Options that are paths, in which ~ is expanded: no shell has done it for a YAML file. Readers of other paths do it.
-"""
+"""Options that are paths, in which ~ is expanded: no shell has done it for a YAML file."""
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -119,8 +118,8 @@ NOT_NEEDED = ("output_dir: missing", "data: missing")
 
 
 def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: type | None = None) -> Any:
-    """Reads a `cls` from `argv` and its `--config FILE`; faults go to `problems`. An unreadable file is the only
-    fault, and the defaults are returned. Hints for unknown options include those of the class `also`.
+    """Reads a `cls` from `argv` and its `--config FILE`; faults go to `problems`, of an unreadable file that one alone.
+    Hints for unknown options include those of the class `also`.
     """
     values = read_values(argv, problems)
     return cls() if values is None else make_config(cls, values, problems, also=also)
@@ -294,11 +293,8 @@ def read_options(cls: type, argv: Sequence[str], problems: list[str]) -> tuple[d
 
 
 def read_command(cls: type, argv: Sequence[str]) -> Any:
-    """Makes a `cls` from the words of a command. Fields that are not keyword-only are positional; a list takes all
-    remaining words.
-
-    Raises:
-        UserError: with all unusable words and missing ones.
+    """Makes a `cls` from the words of a command, of which fields that are not keyword-only are positional. Raises
+    UserError with all unusable and missing words.
     """
     problems: list[str] = []
     values, left = read_options(cls, argv, problems)
@@ -323,9 +319,7 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
 def check_values(
     values: Mapping[str, Any], types_by_name: Mapping[str, Any], problems: list[str], *, also: type | None = None
 ) -> dict[str, Any]:
-    """Returns `values` converted to their fields' types, with ~ in PATHS expanded; unknown keys and wrong types go to
-    `problems`.
-    """
+    """Returns `values` converted to their fields' types; unknown keys and wrong types go to `problems`."""
     checked = {}
     foreign = sorted(HINTS.keys() & values.keys() - types_by_name.keys())
     if len(foreign) >= 3:
@@ -388,11 +382,7 @@ def takes_list(hint: Any) -> bool:
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """Converts a value of a YAML file, or the words of a flag, to the type of its field.
-
-    Raises:
-        ValueError: what was given, and what is allowed.
-    """
+    """Converts a value of a YAML file, or the words of a flag, to its field's type; ValueError says what is allowed."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if isinstance(value, Repeated) and not takes_list(hint):

@@ -39,11 +39,7 @@ def name_of(value: Any) -> Any:
 
 
 def load(key: str, value: Any) -> Any:
-    """Returns the function, or the class or object of TrainerCallback, given or named by `value`.
-
-    Raises:
-        UserError: it does not exist or cannot be imported.
-    """
+    """Returns the function or callback given or named by `value`; raises UserError if it cannot be imported."""
     code = value
     here = f"{key}={name_of(value)}"
     if isinstance(value, str):
@@ -82,9 +78,7 @@ def problems(options: Any) -> list[str]:
 
 
 def digest(code: Any) -> str:
-    """Hashes a function or a callback's class: its whole file or notebook cell, since it may call functions there, its
-    default values and its closure.
-    """
+    """Hashes code: its whole file or notebook cell, whose functions it may call, its defaults and its closure."""
     from datasets.fingerprint import Hasher  # here: seconds
 
     if not isinstance(code, FunctionType | type):
@@ -130,11 +124,7 @@ def failed(where: str, error: BaseException) -> UserError:
 
 
 def mapped(map_row: Callable[[dict], Any], values: dict[str, Any], where: Callable[[], str]) -> dict[str, Any] | None:
-    """Returns the row that `map_row` makes of one; None if it drops the row.
-
-    Raises:
-        UserError: it fails, or returns anything else; with the place of the row.
-    """
+    """Returns the row that `map_row` makes of one, None to drop it; raises UserError, with the place, if it fails."""
     try:
         row = map_row(values)
     except Exception as error:

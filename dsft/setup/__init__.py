@@ -17,9 +17,7 @@ from dsft.runtime.distributed import ranks_per_node, world_size
 
 
 def check_before_rendezvous(options: TrainConfig | EvalConfig, problems: Sequence[str]) -> None:
-    """Checks the options' files, if all ranks are on one machine and see the same. Raises UserError for `problems`, of
-    reading the options, and for those of the files.
-    """
+    """Checks the options' files, if all ranks are on one machine and see the same."""
     if ranks_per_node() == world_size():
         check_named_files(options, problems)
 

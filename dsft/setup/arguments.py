@@ -1,8 +1,5 @@
 """What follows from the options of a training: decisions with their reasons, transformers' arguments, options that
-transformers, DeepSpeed or the machine refuse, options without effect, and bytes on the disk. Pure: `decide.py` applies
-the decisions and problems that are returned.
-
-`config/reader.py` checks what needs the options alone.
+transformers, DeepSpeed or the machine refuse, and bytes on the disk. `decide.py` applies what is returned.
 """
 
 import importlib.util
@@ -120,8 +117,8 @@ def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
 
 
 def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list[Decision]:
-    """Keeps the sequences per step of a training that resumes with other micro batches, on other ranks or with another
-    sequence_parallel, unless `global_batch_size` is set. Raises UserError if so many ranks cannot share them.
+    """Keeps the sequences per step of a resumed training, unless `global_batch_size` is set. Raises UserError if so
+    many ranks cannot share them.
     """
     manifest = read_manifest(checkpoint)
     if "run_identity" not in manifest or options.global_batch_size:
@@ -203,9 +200,7 @@ def checkpointing_kwargs(options: TrainConfig) -> dict[str, Any]:
 
 
 def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
-    """Makes transformers' arguments from the user's, dsft's defaults and the plan. Under ZeRO-3 transformers shards all
-    that it loads from here on.
-    """
+    """Makes transformers' arguments. Under ZeRO-3 transformers shards all that it loads from here on."""
     values = with_defaults(options) | {
         "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
@@ -345,10 +340,8 @@ def check_hub(options: TrainConfig) -> list[str]:
 
 
 def check_training_arguments(options: TrainConfig, *, here: bool = True) -> list[str]:
-    """Returns transformers' own error for its options, including `report_to`, from an object made for the check.
-
-    Args:
-        here: whether the run is on this machine, whose devices and packages transformers checks.
+    """Returns transformers' own error for its options. `here`: the run is on this machine, whose devices and packages
+    transformers checks.
     """
     values = with_defaults(options)
     report_to = values.pop("report_to") or "none"
@@ -379,9 +372,7 @@ def check_training_arguments(options: TrainConfig, *, here: bool = True) -> list
 
 
 def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:
-    """Reports each option that is set but has no effect, or another one, in this configuration, with the reason.
-    `unmodelled` of planner/choose.py reports what the plan does not model.
-    """
+    """Reports each option that is set but has no effect, or another one, in this configuration, with the reason."""
     training = options.training
     defaults = LoraFields()
     ignored = {name: why for name, why in IGNORED_ARGUMENTS.items() if name in training}
@@ -438,9 +429,7 @@ class CheckpointSize:
 def checkpoint_size(
     options: TrainConfig, size: ModelSize, deepspeed_config: dict[str, Any] | None = None
 ) -> CheckpointSize:
-    """Predicts the bytes that a training with a decided `dtype` writes; without a config, for the stage that writes
-    least.
-    """
+    """Predicts the bytes that a training writes; without a config, for the stage that writes least."""
     config = compose(
         deepspeed_config or {"zero_optimization": {"stage": 3}},
         bf16_states=options.states == "bfloat16",
@@ -477,9 +466,7 @@ def checkpoint_size(
 
 
 def check_room(output_dir: str, size: CheckpointSize) -> list[str]:
-    """Compares the free bytes of output_dir's disk with what the run needs at once, beyond the checkpoints that it
-    replaces.
-    """
+    """Compares the free bytes of output_dir's disk with what the run needs beyond the checkpoints that it replaces."""
     replaced = sum(bytes_of(folder) for folder in checkpoints(output_dir))
     needed = max(size.final_bytes, size.total_bytes - replaced)
     free = free_bytes(output_dir)

@@ -147,11 +147,8 @@ class Choice:
 
 
 def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[str] = ()) -> TrainingRun | None:
-    """Checks and decides a training; None if it is already complete. Collective.
-
-    Raises:
-        UserError: on every rank, with all problems that can be found before weights load, and with `problems`, those of
-            reading the options.
+    """Checks and decides a training; None if it is already complete. Collective. Raises UserError on every rank, with
+    `problems`, of reading the options, and all others that can be found before weights load.
     """
     run = check_run(options, machine, problems)
     before = run.options
@@ -215,14 +212,8 @@ def resolve_offline(
     scored: bool = False,
     problems: Sequence[str] = (),
 ) -> TrainingRun:
-    """Decides what a training with these options would decide on a machine that need not exist, except what needs the
-    run itself: its folder, the weights, and a checkpoint to resume from.
-
-    Args:
-        scored, problems: as `check_run` takes them.
-
-    Raises:
-        UserError: with all problems of options, DeepSpeed JSON and model, as a training would.
+    """Decides what a training with these options would decide on a machine that need not exist, without its folder, the
+    weights, and a checkpoint to resume from. Raises UserError with all problems, as a training would.
     """
     problems = [problem for problem in problems if not problem.startswith(NOT_NEEDED)]
     run = check_run(options, machine, problems, starts=False, scored=scored)
@@ -285,8 +276,8 @@ def decide_run(run: TrainingRun) -> None:
 
 
 def check_start(options: TrainConfig, problems: Sequence[str]) -> None:
-    """Checks a training before its ranks start, in rank 0's environment. Raises UserError for what would end all
-    ranks before weights load, except for a plan that does not fit and the hub.
+    """Checks a training before its ranks start, in rank 0's environment, except for the plan and the hub. Raises
+    UserError.
     """
     folder = Path(options.training.get("output_dir") or "")
     if is_held(folder):
@@ -469,11 +460,7 @@ def auto_dtype(machine: Machine) -> str:
 def resume_decisions(
     options: TrainConfig, world: int, facts: ModelFacts | None = None
 ) -> tuple[str | None, list[Decision], bool]:
-    """(checkpoint to resume from or None, decisions that follow from it, whether the run is complete). On rank 0.
-
-    Args:
-        facts: of the model, to compare its trained parameters with the checkpoint's; the trainer compares the rest.
-    """
+    """(checkpoint to resume from or None, decisions that follow from it, whether the run is complete). On rank 0."""
     training = options.training
     checkpoint = run_folder.last_checkpoint(options)
     if not checkpoint:
@@ -537,9 +524,7 @@ def choose_plan(
     zero_file: dict[str, Any] | None = None,
     left_out: Collection[str] = (),
 ) -> Choice:
-    """Chooses the fastest plan that fits. `zero`: "auto" for all candidates except `left_out`, else the name of one, or
-    the path of a DeepSpeed JSON.
-    """
+    """Chooses the fastest plan that fits, with zero=auto among all candidates except `left_out`."""
     own_file = zero_file if zero.endswith(".json") else None
     plans = all_plans(job, machine, zero=zero, zero_file=own_file)
     if zero == "auto":
@@ -557,11 +542,8 @@ def choose_plan(
 
 
 def plan_run(run: TrainingRun, *, must_fit: bool = True) -> Choice:
-    """Chooses the plan of a decided training; if it resumes, one that can load the checkpoint.
-
-    Raises:
-        UserError: this training cannot have the plan, or the plan must fit and does not: with the limiting resource and
-            the nearest plan that fits.
+    """Chooses the plan of a decided training; if it resumes, one that can load the checkpoint. Raises UserError if this
+    training cannot have it, or if it must fit and does not, with the nearest plan that fits.
     """
     options = run.options
     job = run.job

@@ -35,10 +35,8 @@ from dsft.runtime.distributed import require_same_start
 def check_evaluation(
     config: EvalConfig, problems: list[str]
 ) -> tuple[list[Candidate], Candidate | None, dict[str, FormattedSource]]:
-    """Returns the models in each of their formats, the reference, and the data sets. Collective.
-
-    Raises:
-        UserError: with all problems, those of reading the options among them, on every rank.
+    """Returns the models in each of their formats, the reference, and the data sets. Collective. Raises UserError on
+    every rank with all problems, those of reading the options among them.
     """
     if config.run:
         distributed.raise_together(problems)  # without the run nothing else can be checked
@@ -95,9 +93,7 @@ def check_evaluation(
 
 
 def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: str = "model") -> Candidate:
-    """Finds what `model` means, a run's folder being its final model, and measures it, once nothing of a checkpoint has
-    changed. `key` is the option that names it, for the messages.
-    """
+    """Finds what `model` means (of a run's folder its final model) and measures it; messages name the option `key`."""
     faults: list[str] = []
     config = replace(config, model=str(Path(model) / FINAL) if is_run(model) else model)
     folder = config.model if is_bare_config(config.model) else described_in(config.model)

@@ -143,12 +143,8 @@ class Work:
             yield batch
 
     def count(self, objective: torch.Tensor, nats: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """Count a micro batch.
-
-        Args:
-            objective: the loss times the step's trained tokens.
-            nats: with and without weights.
-            num_tokens: tokens without padding, trained tokens, and positions.
+        """Count a micro batch: the loss times the step's trained tokens, nats with and without weights, and the numbers
+        of tokens without padding, of trained tokens, and of positions.
         """
         self._step_sums[:7] += torch.cat([(~objective.isfinite()).view(1), num_tokens, nats, objective.view(1)])
 
@@ -227,9 +223,7 @@ PART = re.compile(r"eval_(.+)_(loss|perplexity)")
 
 
 def step_metrics(sums: Sums, seconds: float, compute: Compute) -> dict[str, float]:
-    """Compute the metrics of steps that took `seconds`, without evaluations and saves. There is no loss if no token was
-    trained: the last window of a text may have a single token, without context.
-    """
+    """Compute the metrics of steps that took `seconds`; without a loss if no token was trained."""
     metrics = {}
     if sums.trained:
         loss = sums.nats / sums.trained
@@ -270,9 +264,7 @@ def on_screen(logs: dict[str, float]) -> Iterator[tuple[str, str]]:
 
 
 def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict[str, float]:
-    """Compute loss, perplexity and tokens of each held-out set, the mean loss, and its exp. `set_D`: the number
-    in `names` of each document's set.
-    """
+    """Compute the metrics of each held-out set and their means. `set_D`: the number of each document's set."""
     metrics = {}
     losses = []
     for number, name in enumerate(names):
@@ -319,9 +311,8 @@ def answer_prompts(
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather all weights that ZeRO-3 shards on every rank inside a `with`. Collective.
-
-    DeepSpeed's hooks, which gather and release modules in step with the other ranks, are removed meanwhile.
+    """Gather all weights that ZeRO-3 shards on every rank inside a `with`, without DeepSpeed's hooks, which gather in
+    step with the other ranks. Collective.
     """
     if not is_deepspeed_zero3_enabled():
         yield
@@ -377,9 +368,7 @@ class LearningCheck(TrainerCallback):
 
 
 class SkippedSteps:
-    """Counts the optimizer steps that DeepSpeed skips silently because a gradient is infinite or NaN. In fp16 that is
-    part of the search for the loss scale. `most` may be skipped in a row.
-    """
+    """Counts the steps that DeepSpeed skips silently because a gradient is infinite or NaN; ends at `most` in a row."""
 
     def __init__(self, *, in_fp16: bool = False, most: int | None = None):
         self.number = self.in_a_row = 0
@@ -387,8 +376,8 @@ class SkippedSteps:
         self.most = most or (MOST_SKIPPED_IN_FP16 if in_fp16 else MOST_SKIPPED)
 
     def note(self, step: int, *, is_skipped: bool, at_least_scale: bool = False) -> None:
-        """Note step number `step`; the same on all ranks. `at_least_scale`: fp16's loss scale is at its minimum.
-        Raises TrainingStopped if too many steps in a row were skipped.
+        """Note a step; the same on all ranks. `at_least_scale`: fp16's loss scale is at its minimum. Raises
+        TrainingStopped.
         """
         self.in_a_row = self.in_a_row + 1 if is_skipped else 0
         self.number += is_skipped
@@ -510,9 +499,8 @@ STEP_TIME = "time of a step"
 class PlanCheck(TrainerCallback):
     """Compares the plan with measurements of the full training, at its end. Collective there.
 
-    Peaks are those of the fullest GPU and node (resident memory of its ranks), without loading, but with evaluations
-    and saves, which the plan does not count. A step lasts from the end of the one before to its own; the first one,
-    which compiles and allocates, and those after evaluations and saves are not counted.
+    Peaks are those of the fullest GPU and node (resident memory of its ranks), with evaluations and saves, which the
+    plan does not count. The first step, which compiles, and those after evaluations and saves are not timed.
     """
 
     def __init__(self, plan: Plan):

@@ -22,11 +22,8 @@ AUX_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 class TokenLoss:
-    """Computes a micro batch's part of the loss of its optimizer step.
-
-    Args:
-        label_smoothing: the share of the target spread evenly over the vocabulary.
-        compute_loss: the user's own loss; nats are still counted.
+    """Computes a micro batch's part of its step's loss. `label_smoothing`: the share of the target spread evenly over
+    the vocabulary; `compute_loss`: the user's own loss.
     """
 
     def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0, compute_loss: Callable | None = None):

@@ -66,8 +66,7 @@ from dsft.units import Batch, GiB, plural
 
 
 def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTrainer | None:
-    """Trains with these options; returns None if the run is complete already. Collective, after
-    `distributed.start_ranks()`.
+    """Trains; returns None if the run is complete already. Collective, after `distributed.start_ranks()`.
 
     Raises:
         UserError: on every rank, with `problems` and all others that can be found before weights load.
@@ -187,8 +186,8 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
 
 
 def with_verified_checkpoint(run: TrainingRun) -> TrainingRun:
-    """Returns the run with a checkpoint whose files are unchanged since they were written, with `auto` perhaps an older
-    one. Collective. Raises UserError if there is none.
+    """Returns the run with a checkpoint whose files are unchanged, with `auto` perhaps an older one. Collective. Raises
+    UserError if there is none.
     """
     is_auto = run.options.training.get("resume_from_checkpoint") == "auto"
     while True:
@@ -206,8 +205,8 @@ def with_verified_checkpoint(run: TrainingRun) -> TrainingRun:
 
 @contextlib.contextmanager
 def recorded(run: TrainingRun, trainer: PerplexityTrainer | None = None) -> Iterator[None]:
-    """Keeps run.json's status inside a `with`: running, then stopped, preempted or failed; `finish` sets done.
-    Collective. A run that is replaced or done is not changed until there is a trainer.
+    """Keeps run.json's status inside a `with`: running, then stopped, preempted or failed. Collective. A run that is
+    replaced or done is not changed until there is a trainer.
     """
 
     def begin() -> bool:
@@ -311,9 +310,7 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
 
 
 def fit(trainer: PerplexityTrainer) -> None:
-    """Prints what the training resumes from, and trains. Collective. Raises Requeue on every rank if one was asked to
-    stop, after a save.
-    """
+    """Trains. Collective. Raises Requeue on every rank if one was asked to stop, after a save."""
     run = trainer.run
     if run.checkpoint:
         change = topology_change(run.checkpoint, trainer.topology)
@@ -357,9 +354,7 @@ def push_final(training: Mapping[str, Any], final: Path) -> None:
 
 
 def finish(trainer: PerplexityTrainer, *, start: float) -> None:
-    """Saves the final model with its card, and completes run.json. Collective. Raises Unsaved if the model could not be
-    saved, with the command that makes it from the last checkpoint.
-    """
+    """Saves the final model with its card, and completes run.json. Collective. Raises Unsaved."""
     run = trainer.run
     data = trainer.data
     try:

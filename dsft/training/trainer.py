@@ -98,9 +98,7 @@ STATES = {
 
 
 class PerplexityTrainer(Trainer):
-    """Trains on `TrainingData.items`, evaluates with `perplexity/scoring.py`, saves by the Trainer's strategy and every
-    `save_minutes`, and resumes from checkpoints of other ranks and stages.
-    """
+    """Trains, evaluates with `perplexity/scoring.py`, saves, and resumes from checkpoints of other ranks and stages."""
 
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the tokens of all micro batches
 
@@ -114,11 +112,7 @@ class PerplexityTrainer(Trainer):
         sequences_per_step: int,
         frozen_weights: str | None,
     ):
-        """
-        Args:
-            sequences_per_step: over all ranks.
-            frozen_weights: a hash of their files, for the run's identity.
-        """
+        """`sequences_per_step`: over all ranks; `frozen_weights`: a hash of their files, for the run's identity."""
         options = run.options
         args.use_cache = getattr(model.config, "use_cache", None)  # else the Trainer turns it off, also in final/
         super().__init__(
@@ -306,9 +300,7 @@ class PerplexityTrainer(Trainer):
         return prepared
 
     def _take_options(self, checkpoint: str, options_now: list[dict[str, Any]]) -> None:
-        """Applies changed options of this run to a resumed optimizer and schedule. Else the checkpoint's values stay,
-        including a rate that a callback has changed.
-        """
+        """Applies changed options to a resumed optimizer and schedule; else the checkpoint's values stay."""
         engine = self.model_wrapped
         groups = engine.optimizer.param_groups
         scheduler = engine.lr_scheduler or self.lr_scheduler
@@ -422,8 +414,8 @@ class PerplexityTrainer(Trainer):
         """
 
     def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
-        """The Trainer's, after the sums of the step before are read, and those of this step if something is due, on all
-        ranks alike. Collective. Raises TrainingStopped if a loss was NaN or infinite.
+        """The Trainer's, after the sums of the step before are read, and those of this step if something is due.
+        Collective. Raises TrainingStopped if a loss was NaN or infinite.
         """
         if self.is_stopping and self.state.epoch % 1:  # the Trainer's call at the end of an unfinished epoch
             return
@@ -551,11 +543,7 @@ class PerplexityTrainer(Trainer):
         return str(self._staged_save.staged.parent if self._staged_save else super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes a checkpoint beside its name, publishes it, and removes older ones. Collective.
-
-        Raises:
-            Unsaved: it could not be written.
-        """
+        """Writes a checkpoint beside its name, publishes it, and removes older ones. Collective. Raises Unsaved."""
         state = self.state
         output_dir = self.args.output_dir
         folder = checkpoint_folder(output_dir, state.global_step)
@@ -597,11 +585,7 @@ class PerplexityTrainer(Trainer):
         self._saved_at = time.monotonic()
 
     def save_final(self) -> Path:
-        """Saves the model (LoRA: the adapter) to `final/`. Collective.
-
-        Raises:
-            Unsaved: it could not be written.
-        """
+        """Saves the model (LoRA: the adapter) to `final/`. Collective. Raises Unsaved."""
         save = StagedSave(Path(self.args.output_dir) / FINAL, Saves())
         self._staged_save = save
         with watchdog.phase("saving"):
@@ -618,9 +602,7 @@ class PerplexityTrainer(Trainer):
         return missing_weights(folder, num_elements=self._num_saved)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves like the Trainer, but under ZeRO 0 to 2 on rank 0 alone: accelerate would copy the model to the host on
-        every rank. Collective.
-        """
+        """Saves like the Trainer, under ZeRO 0 to 2 on rank 0 alone: accelerate would copy on every rank. Collective."""
         output_dir = output_dir or self.args.output_dir
         if self.topology["zero_stage"] == 3 and isinstance(self.model, PeftModel):
             # The Trainer's gather skips frozen parameters: a frozen part of the adapter would be lost.
