@@ -602,7 +602,7 @@ class PerplexityTrainer(Trainer):
         return missing_weights(folder, num_elements=self._num_saved)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves like the Trainer, under ZeRO 0 to 2 on rank 0 alone: accelerate would copy on every rank. Collective."""
+        """Saves like the Trainer, under ZeRO 0 to 2 on rank 0 alone: accelerate copies on every rank. Collective."""
         output_dir = output_dir or self.args.output_dir
         if self.topology["zero_stage"] == 3 and isinstance(self.model, PeftModel):
             # The Trainer's gather skips frozen parameters: a frozen part of the adapter would be lost.
