@@ -91,7 +91,8 @@ REMOVED_NAMES = {
 
 def known_names() -> list[str]:
     """Returns the named configurations: "0", "2-offload", "3-hpz" ..."""
-    return sorted(path.stem.removeprefix("zero").replace("_", "-") for path in CONFIG_DIR.glob("zero*.json"))
+    names = [path.stem.removeprefix("zero") for path in CONFIG_DIR.glob("zero*.json")]
+    return sorted(name.replace("_", "-") for name in names)
 
 
 def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
@@ -213,7 +214,8 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
     """Lists entries of a DeepSpeed JSON that DeepSpeed would ignore or cannot read; `zero` names the file."""
     from deepspeed.runtime import config as names
 
-    known = {name for name in vars(names).values() if isinstance(name, str) and name.islower()}
+    texts = [value for value in vars(names).values() if isinstance(value, str)]
+    known = {text for text in texts if text.islower()}
     known.update(OTHER_SECTIONS.split())
     problems = [f"{key}: unknown key{nearest(key, known)}" for key in content if key not in known]
     for place in (*SECTIONS, "optimizer.params", "scheduler.params"):
@@ -346,8 +348,9 @@ def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> di
             names.append("weight_decay")
         if is_adam:
             names.append("eps")
+        has_betas = {"adam_beta1", "adam_beta2"} & options.training.keys()
         # Lion and Muon have other defaults.
-        if is_adam or (kind in ("lion", "muon") and {"adam_beta1", "adam_beta2"} & options.training.keys()):
+        if is_adam or (has_betas and kind in ("lion", "muon")):
             names.append("betas")
         filled = dict.fromkeys(names, AUTO)
         # torch's Adam, which needs no compiler, unless a parameter chooses an implementation.
@@ -359,5 +362,6 @@ def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> di
     if scheduler:
         parameters = inspect.signature(getattr(lr_schedules, scheduler["type"])).parameters
         names = {"warmup_max_lr", "warmup_num_steps", "total_num_steps"} & parameters.keys()
-        followed["scheduler"] = scheduler | {"params": dict.fromkeys(names, AUTO) | scheduler.get("params", {})}
+        filled = dict.fromkeys(names, AUTO)
+        followed["scheduler"] = scheduler | {"params": filled | scheduler.get("params", {})}
     return followed

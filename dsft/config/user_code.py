@@ -129,7 +129,8 @@ def mapped(map_row: Callable[[dict], Any], values: dict[str, Any], where: Callab
         row = map_row(values)
     except Exception as error:
         raise failed(f"{where()}: map_row={name_of(map_row)}", error) from None
-    if row is None or (isinstance(row, dict) and all(isinstance(name, str) for name in row)):
+    is_row = isinstance(row, dict) and all(isinstance(name, str) for name in row)
+    if is_row or row is None:
         return row
     raise UserError(
         f"{where()}: map_row={name_of(map_row)} returned {type(row).__name__}; expected a row (a dict by column), or"

@@ -3,7 +3,6 @@ transformers, DeepSpeed or the machine refuse, and bytes on the disk. `decide.py
 """
 
 import importlib.util
-import json
 import math
 import re
 import tempfile
@@ -191,11 +190,10 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
 
 
 def checkpointing_kwargs(options: TrainConfig) -> dict[str, Any]:
-    """Returns activation_checkpointing_kwargs, given by either name as a dict or JSON; ValueError if it is neither."""
-    given = with_defaults(options).get("activation_checkpointing_kwargs") or {}
-    kwargs = json.loads(given) if isinstance(given, str) else given
+    """Returns activation_checkpointing_kwargs, given by either name; raises ValueError for a text that is not JSON."""
+    kwargs = with_defaults(options).get("activation_checkpointing_kwargs") or {}
     if not isinstance(kwargs, dict):
-        raise ValueError(f"activation_checkpointing_kwargs={given}: must be a JSON object")
+        raise ValueError(f"activation_checkpointing_kwargs={kwargs}: must be a JSON object")
     return dict(kwargs)
 
 
@@ -218,7 +216,6 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
     values["accelerator_config"] = {"non_blocking": has_gpu()}  # the host does not wait for copies to the GPU
     if values.get("use_liger_kernel"):  # its forward with a loss would replace the tiled loss
         given = values.get("liger_kernel_config") or {}
-        given = json.loads(given) if isinstance(given, str) else given
         values["liger_kernel_config"] = given | {"fused_linear_cross_entropy": False, "cross_entropy": False}
     # The Trainer would upload the run's folder, and writes its arguments beside the weights; `finish` uploads final/.
     for name in ("push_to_hub", "hub_token"):

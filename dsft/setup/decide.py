@@ -239,14 +239,11 @@ def decide_run(run: TrainingRun) -> None:
         trial["kernels"] = KERNELS[:1]
     if options.packing:
         kernel, problem = try_packing(model.config, asked=options.attn_implementation, **trial)
-        if limits := [limit for limit in length_limits(model.config) if limit < options.seq_len]:
+        limits = [limit for limit in length_limits(model.config) if limit < options.seq_len]
+        if limits:
             problem = f"whose longrope treats all samples of a row as long if one has more than {limits[0]:,} tokens"
-        run.apply(
-            [
-                Decision("packing", problem is None, problem or "samples in one row are kept apart"),
-                Decision("attn_implementation", kernel, "it keeps packed samples apart"),
-            ]
-        )
+        packing = Decision("packing", problem is None, problem or "samples in one row are kept apart")
+        run.apply([packing, Decision("attn_implementation", kernel, "it keeps packed samples apart")])
         if problem:
             run.notes.append(
                 "packing is left out, sequences are padded instead: samples in one row cannot be kept apart in this"
@@ -257,9 +254,8 @@ def decide_run(run: TrainingRun) -> None:
         # Architectures without sdpa, such as gpt-oss with a sink in each head.
         kernel = attention_like_eager(model.config, **trial)
         if kernel:
-            run.apply(
-                [Decision("attn_implementation", kernel, "eager attention would allocate a matrix of all tokens")]
-            )
+            why = "eager attention would allocate a matrix of all tokens"
+            run.apply([Decision("attn_implementation", kernel, why)])
         else:
             run.notes.append(
                 f"{model.size.model_type} has no sdpa, and neither flash nor flex attention runs here: attention"
@@ -267,7 +263,8 @@ def decide_run(run: TrainingRun) -> None:
             )
     run.model = model = dataclasses.replace(model, attn_implementation=kernel or model.attn_implementation)
     # Padding on the right changes nothing in a causal model except the auxiliary loss of a router.
-    run.masked = run.options.packing or bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+    has_router_loss = getattr(model.config.get_text_config(), "output_router_logits", False)
+    run.masked = run.options.packing or bool(has_router_loss)
     tiling = distributed.on_rank_0(lambda: arguments.tiled_loss_decision(run.options, model))
     if options.tiled_loss is True and not tiling.value:
         run.notes.append(f"tiled_loss: ignored, {tiling.reason}")
@@ -331,9 +328,10 @@ def _check_options(run: TrainingRun, *, starts: bool) -> None:
     run.apply(arguments.dtype_decisions(run.options, auto_dtype(machine)))
     run.problems += user_code.problems(run.options)
     run.problems += arguments.check_machine(run.options, machine)
-    evaluating = [name for name, values in EVALUATES.items() if run.options.training.get(name) in values]
-    if starts and evaluating and not run.options.has_held_out:
-        run.problems.append(f"{evaluating[0]} needs held-out data; set eval_data or eval_fraction")
+    for name, values in EVALUATES.items():
+        if starts and run.options.training.get(name) in values and not run.options.has_held_out:
+            run.problems.append(f"{name} needs held-out data; set eval_data or eval_fraction")
+            break
     if not run.problems:  # transformers' own rules come last
         run.problems += arguments.check_training_arguments(run.options, here=machine.measured)
 
@@ -414,16 +412,19 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
 def _check_data(run: TrainingRun, *, starts: bool) -> None:
     """Reads the tokenizer and the first rows of the data, which for a plan may not exist yet."""
     model = run.model
+    options = run.options
     unreadable = []
     vocab_size = model.size.vocab_size if model else None
+    has_name = model or options.tokenizer  # if the model is missing, its tokenizer is not reported as well
+    is_needed = starts or options.data
     if run.tokenizer and model:  # with add_tokens
         run.problems += ids_beyond(run.tokenizer, vocab_size)
-    # If the model is missing, its tokenizer is not reported as well.
-    elif not run.tokenizer and run.options.model and (model or run.options.tokenizer) and (starts or run.options.data):
-        run.tokenizer = check_tokenizer(run.options, unreadable, vocab_size=vocab_size)
-    if starts and run.tokenizer and "strftime_now" in str(run.tokenizer.chat_template) and not run.options.chat_date:
-        run.apply([_first_day(run.options)])
-    options = run.options
+    elif not run.tokenizer and has_name and is_needed:
+        run.tokenizer = check_tokenizer(options, unreadable, vocab_size=vocab_size)
+    has_date = run.tokenizer is not None and "strftime_now" in str(run.tokenizer.chat_template)
+    if starts and has_date and not options.chat_date:
+        run.apply([_first_day(options)])
+        options = run.options
     run.data = check_sources(options.data, options, run.tokenizer, key="data", problems=unreadable)
     if starts:
         entries = options.held_out_entries
@@ -442,8 +443,11 @@ def _check_data(run: TrainingRun, *, starts: bool) -> None:
 def _first_day(options: TrainConfig) -> Decision:
     """Returns the day for the chat template: that of the resumed run, whose tokens contain it, else today."""
     day = None
-    if given := options.training.get("resume_from_checkpoint"):
-        folder = Path(given).parent if Path(str(given)).is_dir() else Path(options.training["output_dir"])
+    checkpoint = options.training.get("resume_from_checkpoint")
+    if checkpoint:
+        folder = Path(options.training["output_dir"])
+        if Path(str(checkpoint)).is_dir():
+            folder = Path(checkpoint).parent
         day = run_folder.known_run(folder).get("config", {}).get("chat_date")
     return Decision("chat_date", day or date.today().isoformat(), "the chat template prints the day of the first start")
 
@@ -598,6 +602,7 @@ def smaller_plan(run: TrainingRun) -> Plan | None:
         accumulation=None,
         sequences_per_step=per_step,
     )
-    smaller = dataclasses.replace(machine, device_bytes=min(machine.device_bytes, int(0.9 * plan.device_bytes)))
+    limit = min(machine.device_bytes, int(0.9 * plan.device_bytes))
+    smaller = dataclasses.replace(machine, device_bytes=limit)
     best = choose_plan(job, smaller, left_out=refused_candidates(run)).plan
-    return best if best.device_bytes <= smaller.device_bytes else None
+    return best if best.device_bytes <= limit else None

@@ -146,7 +146,8 @@ class Work:
         """Count a micro batch: the loss times the step's trained tokens, nats with and without weights, and the numbers
         of tokens without padding, of trained tokens, and of positions.
         """
-        self._step_sums[:7] += torch.cat([(~objective.isfinite()).view(1), num_tokens, nats, objective.view(1)])
+        is_bad = ~objective.isfinite()
+        self._step_sums[:7] += torch.cat([is_bad.view(1), num_tokens, nats, objective.view(1)])
 
     def send(self, step: int, *, asked: bool, due: bool) -> None:
         """Add up over all ranks what was counted since the last step. Collective."""
@@ -355,7 +356,8 @@ class LearningCheck(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         uniform = math.log(self.vocab_size)
-        if len(self.losses) > 1 and all(abs(loss / uniform - 1) < CLOSE_TO_UNIFORM for loss in self.losses):
+        far = [loss for loss in self.losses if abs(loss / uniform - 1) >= CLOSE_TO_UNIFORM]
+        if len(self.losses) > 1 and not far:
             self._warn(
                 f"the loss stays at {uniform:.4g}, no better than uniform over {self.vocab_size} tokens: nothing is"
                 " learnt. Usual causes: a learning rate too low, too few steps, or random weights instead of"

@@ -340,7 +340,9 @@ class PerplexityTrainer(Trainer):
 
     def _prepare_input(self, data: Any) -> Any:
         """Keeps token weights in fp32: the Trainer casts all floating-point inputs to the engine's dtype."""
-        return data.to(self.args.device) if isinstance(data, torch.Tensor) else super()._prepare_input(data)
+        if isinstance(data, torch.Tensor):
+            return data.to(self.args.device)
+        return super()._prepare_input(data)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, torch.Tensor]], device: torch.device) -> Any:
         """Counts non-padding tokens and trained tokens of an optimizer step, [2]. Collective."""
@@ -468,7 +470,10 @@ class PerplexityTrainer(Trainer):
 
     def last_evaluation(self) -> dict[str, float]:
         """Returns the newest log entry with eval_loss; without any, one of step -1."""
-        return next((entry for entry in reversed(self.state.log_history) if "eval_loss" in entry), {"step": -1})
+        for entry in reversed(self.state.log_history):
+            if "eval_loss" in entry:
+                return entry
+        return {"step": -1}
 
     def results(self) -> dict[str, Any]:
         """Collects the figures of the run for run.json: steps, tokens, speed, peak memory, held-out perplexity, log."""
@@ -519,7 +524,8 @@ class PerplexityTrainer(Trainer):
                 progress=self.is_world_process_zero() and not self.args.disable_tqdm,
             )
             samples = answer_prompts(self.data.prompts, self.model, self.processing_class)
-        set_D = np.repeat(np.arange(len(held_out.stores)), [len(store.row_ends) for store in held_out.stores])
+        documents = [len(store.row_ends) for store in held_out.stores]
+        set_D = np.repeat(np.arange(len(documents)), documents)
         low, high = result_intervals(result).perplexity
         metrics = {"loss": result.loss, "perplexity": result.perplexity}
         if not math.isnan(low):  # a single window has no interval
@@ -566,6 +572,7 @@ class PerplexityTrainer(Trainer):
                 problems += missing_shards(folder, self.args.world_size, sharded=self.topology["zero_stage"] > 0)
             return problems
 
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         facts = {
             "step": state.global_step,
             "zero": self.run.plan.zero,
@@ -573,7 +580,7 @@ class PerplexityTrainer(Trainer):
             "sequence_parallel": self.team.size,
             "run_identity": self.run_identity,
             "options": self.taken_options,
-            "loss": next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None),
+            "loss": losses[-1] if losses else None,
         }
         with watchdog.phase("saving"), self.work.paused():
             save.run(write, check, facts=facts, needed_bytes=self.run.disk.checkpoint_bytes)
