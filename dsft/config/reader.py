@@ -217,7 +217,7 @@ class _Loader(yaml.SafeLoader):
 
     num_aliases = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+    def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
             self.num_aliases += 1
             if self.num_aliases > MOST_ALIASES:
@@ -225,7 +225,7 @@ class _Loader(yaml.SafeLoader):
                 raise ValueError(f"line {line}: more than {MOST_ALIASES} aliases (*name); write them out")
         return super().compose_node(parent, index)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def construct_mapping(self, node, deep=False):
         lines: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1

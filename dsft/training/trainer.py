@@ -9,7 +9,6 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, is_deepspeed_zero3_enabled
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.trainer_utils import TrainOutput
 
 from dsft.checkpoints.export import add_keys_of_transformers_4, copy_processor
 from dsft.checkpoints.manifest import TRAINER_STATE, checkpoint_folder, checkpoints, prune
@@ -50,7 +48,7 @@ from dsft.checkpoints.save import (
 from dsft.config import user_code
 from dsft.config.deepspeed import get_value, offloads, stage
 from dsft.config.options import shuffle_seed
-from dsft.data.epoch import EpochSampler, Sequences
+from dsft.data.epoch import EpochSampler
 from dsft.data.training_data import TrainingData
 from dsft.errors import TrainingStopped
 from dsft.job import beat as watchdog
@@ -98,7 +96,9 @@ STATES = {
 
 
 class PerplexityTrainer(Trainer):
-    """Trains, evaluates with `perplexity/scoring.py`, saves, and resumes from checkpoints of other ranks and stages."""
+    """Trains, evaluates with `perplexity/scoring.py`, saves, and resumes from checkpoints of other ranks and stages.
+    Methods without types are the Trainer's.
+    """
 
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the tokens of all micro batches
 
@@ -161,7 +161,8 @@ class PerplexityTrainer(Trainer):
         self._staged_save: StagedSave | None = None
         shapes = trained_shapes(model)
         saved = shapes_of(adapter_parameters(model)) if isinstance(model, PeftModel) else shapes
-        self._num_saved = sum(map(math.prod, saved.values()))
+        num_saved = sum(map(math.prod, saved.values()))
+        self._missing_weights = functools.partial(missing_weights, num_elements=num_saved)
         self.run_identity = self._identity(shapes, data, frozen_weights)
         # As in JSON, to compare with a checkpoint's.
         taken = {name: getattr(args, name) for name in TAKEN} | dict.fromkeys(user_code.KEYS)
@@ -229,7 +230,7 @@ class PerplexityTrainer(Trainer):
 
     # Preparing and resuming.
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model=None):
         """The Trainer's, with groups split by factors of the learning rate; factor 1, which is logged, comes first."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
@@ -246,7 +247,7 @@ class PerplexityTrainer(Trainer):
         optimizer.param_groups[:] = groups
         return optimizer
 
-    def _get_train_sampler(self, train_dataset: Sequences | None = None) -> torch.utils.data.Sampler | None:
+    def _get_train_sampler(self, train_dataset=None):
         """The same order on any number of ranks."""
         return EpochSampler(
             train_dataset if train_dataset is not None else self.train_dataset,
@@ -259,11 +260,11 @@ class PerplexityTrainer(Trainer):
             shared_by=self.team.size,
         )
 
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+    def get_total_train_batch_size(self, args):
         """Counts ranks that share a batch once; the Trainer's counts each."""
         return self.sequences_per_step
 
-    def _init_training_state(self, max_steps: int, *args, **kwargs) -> tuple[int, int]:
+    def _init_training_state(self, max_steps, *args, **kwargs):
         started = super()._init_training_state(max_steps, *args, **kwargs)
         # Else a resumed run logs, evaluates and saves as often as its checkpoint's run.
         self.state.compute_steps(self.args, max_steps)
@@ -273,9 +274,7 @@ class PerplexityTrainer(Trainer):
                 self.state.stateful_callbacks.setdefault(type(each).__name__, each.state())
         return started
 
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
-    ) -> tuple[Any, Any]:
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         """Prepares like the Trainer; `resume.py` reads checkpoints that DeepSpeed cannot. Collective."""
         checkpoint = resume_from_checkpoint
         is_changed = checkpoint is not None and topology_change(checkpoint, self.topology)
@@ -328,49 +327,41 @@ class PerplexityTrainer(Trainer):
 
     # Steps.
 
-    def _run_epoch(self, *args, **kwargs) -> None:
+    def _run_epoch(self, *args, **kwargs):
         """The Trainer's. A run that was killed before it saved its final model resumes without another step."""
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args, **kwargs) -> tuple[list, Any]:
+    def get_batch_samples(self, epoch_iterator, *args, **kwargs):
         """The Trainer's, timed."""
         return super().get_batch_samples(self.work.timed(epoch_iterator), *args, **kwargs)
 
-    def _prepare_input(self, data: Any) -> Any:
+    def _prepare_input(self, data):
         """Keeps token weights in fp32: the Trainer casts all floating-point inputs to the engine's dtype."""
         if isinstance(data, torch.Tensor):
             return data.to(self.args.device)
         return super()._prepare_input(data)
 
-    def _get_num_items_in_batch(self, batch_samples: list[dict[str, torch.Tensor]], device: torch.device) -> Any:
+    def _get_num_items_in_batch(self, batch_samples, device):
         """Counts non-padding tokens and trained tokens of an optimizer step, [2]. Collective."""
         counts = sum(batch["num_tokens"][:2].to(device) for batch in batch_samples)
         if batch_samples:
             distributed.add_over_ranks(counts)
         return counts
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, torch.Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Computes a micro batch's part of the step's loss (loss.py), and counts it for the log."""
         num_tokens = inputs.pop("num_tokens")
         loss, nats = self.token_loss(model, inputs, num_tokens[:2], num_items_in_batch)
         self.work.count(loss.detach() * num_items_in_batch[1], nats, num_tokens)
         return loss * self.args.world_size  # DeepSpeed divides gradients by the number of ranks
 
-    def _get_learning_rate(self) -> float:
+    def _get_learning_rate(self):
         """The rate of the finished step: an optimizer made by DeepSpeed has already advanced the schedule."""
         return self._learning_rate
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
+    def training_step(self, model, inputs, num_items_in_batch=None):
         """The Trainer's; after an optimizer step ranks add up tokens, losses, and requests to stop or save."""
         step = self.state.global_step
         skipped = self.model_wrapped.skipped_steps
@@ -399,23 +390,23 @@ class PerplexityTrainer(Trainer):
         watchdog.heartbeat(step)
         return loss
 
-    def _clip_grad_norm(self, model: nn.Module) -> None:
+    def _clip_grad_norm(self, model):
         """Does nothing: DeepSpeed has clipped. The Trainer's would wait for the norm here."""
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: None = None) -> torch.Tensor | float | None:
+    def _get_grad_norm(self, model, grad_norm=None):
         """Returns the norm on the GPU, to be read by the log."""
         return self.model_wrapped.get_global_grad_norm()
 
-    def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> float:
+    def floating_point_ops(self, inputs):
         """The Trainer's counts all parameters for each micro batch, and ZeRO-3's are empty."""
         return inputs["input_ids"].numel() * self.compute.flops_per_token
 
-    def _track_num_input_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
+    def _track_num_input_tokens(self, inputs):
         """Does nothing: `_maybe_log_save_evaluate` counts. The Trainer's has a collective per micro batch, and takes
         end tokens for padding in rows without a mask.
         """
 
-    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
         """The Trainer's, after the sums of the step before are read, and those of this step if something is due.
         Collective. Raises TrainingStopped if a loss was NaN or infinite.
         """
@@ -452,7 +443,7 @@ class PerplexityTrainer(Trainer):
 
     # The log.
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs, start_time=None):
         """Adds dsft's latest metrics; `loss` and `train_loss` are per trained token."""
         logs = logs | self.metrics
         if "loss" not in self.metrics:
@@ -463,7 +454,7 @@ class PerplexityTrainer(Trainer):
             logs["save_seconds"] = self.saves.seconds
         super().log(logs, start_time)
 
-    def _finalize_training(self, *args, **kwargs) -> TrainOutput:
+    def _finalize_training(self, *args, **kwargs):
         """The Trainer's, which logs totals. Collective."""
         self.metrics = gather_peaks()
         return super()._finalize_training(*args, **kwargs)
@@ -502,12 +493,7 @@ class PerplexityTrainer(Trainer):
 
     # Evaluation.
 
-    def evaluate(
-        self,
-        eval_dataset: Sequences | None = None,
-        ignore_keys: Sequence[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         """Measures perplexity over all held-out tokens; the same for any batch size and ranks. Collective."""
         start = time.perf_counter()
         held_out = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -539,16 +525,16 @@ class PerplexityTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _determine_best_metric(self, *args, **kwargs) -> bool:
+    def _determine_best_metric(self, *args, **kwargs):
         """The Trainer's, for `save_strategy: best`; it would cancel a save that a stop or the clock asks for."""
         return super()._determine_best_metric(*args, **kwargs) or self.control.should_save
 
     # Saving.
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial):
         return str(self._staged_save.staged.parent if self._staged_save else super()._get_output_dir(trial))
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model, trial):
         """Writes a checkpoint beside its name, publishes it, and removes older ones. Collective. Raises Unsaved."""
         state = self.state
         output_dir = self.args.output_dir
@@ -605,10 +591,7 @@ class PerplexityTrainer(Trainer):
         self._staged_save = None
         return save.folder
 
-    def _missing_weights(self, folder: Path) -> list[str]:
-        return missing_weights(folder, num_elements=self._num_saved)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir=None, _internal_call=False):
         """Saves like the Trainer, under ZeRO 0 to 2 on rank 0 alone: accelerate copies on every rank. Collective."""
         output_dir = output_dir or self.args.output_dir
         if self.topology["zero_stage"] == 3 and isinstance(self.model, PeftModel):
@@ -626,7 +609,7 @@ class PerplexityTrainer(Trainer):
         # Not in a collective, whose time limit a large model would exceed.
         distributed.wait_long("model is saved")
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    def _save(self, output_dir=None, state_dict=None):
         """Writes the weights, and what dsft adds to their folder."""
         save = self._staged_save
         if self.model.can_generate():
@@ -647,7 +630,7 @@ class PerplexityTrainer(Trainer):
             # peft's template. The run's card follows with its results.
             (Path(output_dir) / CARD).unlink(missing_ok=True)
 
-    def _load_best_model(self) -> None:
+    def _load_best_model(self):
         """Loads it like the Trainer. If it has changed since it was saved, the last step's weights stay. Collective."""
         best = self.state.best_model_checkpoint
         if self.is_stopping or self.state.best_global_step == self.state.global_step:  # not needed, or loaded already
