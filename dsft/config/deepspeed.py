@@ -18,6 +18,8 @@ _HERE = Path(__file__).resolve().parent.parent
 CONFIG_DIR = _HERE / "ds_configs" if (_HERE / "ds_configs").is_dir() else _HERE.parent / "ds_configs"
 """In an installed wheel, else in the checkout."""
 
+DeepSpeedJson = dict[str, Any]
+"""A DeepSpeed configuration or a section of one, as in its JSON."""
 SAME_MEANING = {
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", int),
     "gradient_accumulation_steps": ("gradient_accumulation_steps", int),
@@ -95,7 +97,7 @@ def known_names() -> list[str]:
     return sorted(name.replace("_", "-") for name in names)
 
 
-def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
+def read_zero_file(zero: str, problems: list[str]) -> DeepSpeedJson:
     """Returns the DeepSpeed configuration `zero` (a name or a path) as in its file; {} if it cannot be read."""
     path = CONFIG_DIR / f"zero{zero.replace('-', '_')}.json"
     if not path.is_file():
@@ -118,9 +120,9 @@ def read_zero_file(zero: str, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _mapping(pairs: list[tuple[str, Any]]) -> DeepSpeedJson:
     """Makes the mapping of a JSON object; json.loads silently takes the last of repeated keys."""
-    content: dict[str, Any] = {}
+    content: DeepSpeedJson = {}
     for key, value in pairs:
         if key in content:
             raise ValueError(f"duplicate key {key!r}; keep one")
@@ -134,7 +136,7 @@ def _number(text: str) -> float:
     return int(value) if value.is_integer() else value
 
 
-def get_value(deepspeed_config: dict[str, Any], place: str) -> Any:
+def get_value(deepspeed_config: DeepSpeedJson, place: str) -> Any:
     """Returns the value at a place such as optimizer.params.betas.0; None if it or a section on the way is missing."""
     value: Any = deepspeed_config
     for part in place.split("."):
@@ -145,7 +147,7 @@ def get_value(deepspeed_config: dict[str, Any], place: str) -> Any:
     return value
 
 
-def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[Decision], list[str]]:
+def adopt(deepspeed_config: DeepSpeedJson, options: TrainConfig) -> tuple[list[Decision], list[str]]:
     """Makes decisions of the fixed numbers in a DeepSpeed JSON; an option with another value is a problem."""
     decisions: list[Decision] = []
     problems: list[str] = []
@@ -168,8 +170,8 @@ def adopt(deepspeed_config: dict[str, Any], options: TrainConfig) -> tuple[list[
 
 
 def compose(
-    deepspeed_config: dict[str, Any], *, hpz_ranks: int | None = None, bf16_states: bool = False
-) -> dict[str, Any]:
+    deepspeed_config: DeepSpeedJson, *, hpz_ranks: int | None = None, bf16_states: bool = False
+) -> DeepSpeedJson:
     """Returns a copy completed for this job. `hpz_ranks`: size of hpZ's second partition, the ranks of a node."""
     composed = json.loads(json.dumps(deepspeed_config))
     for section in ("bf16", "fp16"):
@@ -192,17 +194,17 @@ def compose(
     return composed
 
 
-def stage(deepspeed_config: dict[str, Any]) -> int:
+def stage(deepspeed_config: DeepSpeedJson) -> int:
     """Returns the ZeRO stage of a configuration; DeepSpeed's default is 0."""
     return get_value(deepspeed_config, "zero_optimization.stage") or 0
 
 
-def offloads(deepspeed_config: dict[str, Any], *, to: Collection[str] = ("cpu", "nvme")) -> bool:
+def offloads(deepspeed_config: DeepSpeedJson, *, to: Collection[str] = ("cpu", "nvme")) -> bool:
     """Whether optimizer or parameters are offloaded to one of `to`."""
     return any(get_value(deepspeed_config, f"{part}.device") in to for part in OFFLOADED)
 
 
-def read_sound_file(zero: str, problems: list[str]) -> dict[str, Any]:
+def read_sound_file(zero: str, problems: list[str]) -> DeepSpeedJson:
     """Returns the DeepSpeed configuration `zero` if it is sound; else {}, and its faults go to `problems`."""
     content = read_zero_file(zero, problems)
     faults = check_deepspeed_json(content, zero)
@@ -210,7 +212,7 @@ def read_sound_file(zero: str, problems: list[str]) -> dict[str, Any]:
     return {} if faults else content
 
 
-def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
+def check_deepspeed_json(content: DeepSpeedJson, zero: str) -> list[str]:
     """Lists entries of a DeepSpeed JSON that DeepSpeed would ignore or cannot read; `zero` names the file."""
     from deepspeed.runtime import config as names
 
@@ -255,7 +257,7 @@ def check_deepspeed_json(content: dict[str, Any], zero: str) -> list[str]:
     return [f"zero={zero}: {problem}" for problem in problems]
 
 
-def places_of_auto(section: dict[str, Any], prefix: str = "") -> list[str]:
+def places_of_auto(section: DeepSpeedJson, prefix: str = "") -> list[str]:
     """Lists the dotted keys whose value is "auto"."""
     places = []
     for key, value in section.items():
@@ -266,7 +268,7 @@ def places_of_auto(section: dict[str, Any], prefix: str = "") -> list[str]:
     return places
 
 
-def _check_type(key: str, content: dict[str, Any]) -> list[str]:
+def _check_type(key: str, content: DeepSpeedJson) -> list[str]:
     """Returns the problems of an optimizer or a scheduler, which DeepSpeed would find after the model has loaded."""
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
@@ -298,7 +300,7 @@ def _check_type(key: str, content: dict[str, Any]) -> list[str]:
     return [f"{key}.type: {problem}"] if problem else []
 
 
-def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
+def _errors_of_deepspeed(content: DeepSpeedJson) -> list[str]:
     """Returns DeepSpeed's own errors, with the section that raises them."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
@@ -308,7 +310,7 @@ def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
     for model in DeepSpeedConfigModel.__subclasses__():
         names.update(model.model_fields)
 
-    def find_errors(sections: dict[str, Any]) -> list[str]:
+    def find_errors(sections: DeepSpeedJson) -> list[str]:
         try:
             # dsft always adds bf16, beside which the old name bfloat16 would be ignored.
             DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "bf16": {}} | sections)
@@ -330,7 +332,7 @@ def _errors_of_deepspeed(content: dict[str, Any]) -> list[str]:
     return [error.lstrip(".: ") for error in errors]
 
 
-def follow_options(deepspeed_config: dict[str, Any], options: TrainConfig) -> dict[str, Any]:
+def follow_options(deepspeed_config: DeepSpeedJson, options: TrainConfig) -> DeepSpeedJson:
     """Returns a copy of a sound file in which the options fill optimizer and scheduler: DeepSpeed's rate is 1e-3."""
     import torch
     from deepspeed.runtime import lr_schedules

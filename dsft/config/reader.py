@@ -12,7 +12,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from dsft.errors import UserError, nearest, one_line, raise_if_any, without_seco
 
 PATHS = ("output_dir", "model", "tokenizer", "adapter", "reference", "run", "resume_from_checkpoint")
 """Options that are paths, in which ~ is expanded: no shell has done it for a YAML file."""
+Values = dict[str, Any]
+"""Values, or types, of options by name."""
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -125,7 +127,7 @@ def read_config(cls: type, argv: Sequence[str], problems: list[str], *, also: ty
     return cls() if values is None else make_config(cls, values, problems, also=also)
 
 
-def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also: type | None = None) -> Any:
+def make_config(cls: type, values: Values, problems: list[str], *, also: type | None = None) -> Any:
     """Makes a checked `cls` of options by name; faults go to `problems`."""
     dsft_types = field_types(cls)
     all_types = training_types() if cls is TrainConfig else dsft_types
@@ -133,8 +135,8 @@ def make_config(cls: type, values: dict[str, Any], problems: list[str], *, also:
     values = own_names(values, all_types, notes)
     refused: list[str] = []
     checked = check_values(values, all_types, refused, also=also)
-    options: dict[str, Any] = {"notes": tuple(notes)}
-    training: dict[str, Any] = {}
+    options: Values = {"notes": tuple(notes)}
+    training: Values = {}
     for name, value in checked.items():
         (options if name in dsft_types else training)[name] = value
     if cls is TrainConfig:
@@ -150,21 +152,21 @@ def options_of(cls: type) -> dict[str, dataclasses.Field]:
     return {field.name.removesuffix("_"): field for field in fields}
 
 
-def field_types(*classes: type) -> dict[str, Any]:
+def field_types(*classes: type) -> Values:
     """Maps the options among the fields of `classes` to their types; earlier classes win."""
-    hints: dict[str, Any] = {}
+    hints: Values = {}
     for cls in reversed(classes):
         annotations = typing.get_type_hints(cls)
         hints |= {name: annotations[field.name] for name, field in options_of(cls).items()}
     return hints
 
 
-def training_types() -> dict[str, Any]:
+def training_types() -> Values:
     """Maps all options of a training, including those of transformers.TrainingArguments, to their types."""
     return argument_types() | field_types(TrainConfig)
 
 
-def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> tuple[Values | None, Values]:
     """Returns the options of `--config FILE` (or of a YAML file as the only word) and those of all other flags,
     unchecked; None for a file that cannot be read. Raises UserError for any other word.
     """
@@ -182,13 +184,13 @@ def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> tuple[dict[
     return None, flags
 
 
-def read_values(argv: Sequence[str], problems: list[str]) -> dict[str, Any] | None:
+def read_values(argv: Sequence[str], problems: list[str]) -> Values | None:
     """Returns the options of read_file_and_flags together, of which flags win; None if the file cannot be read."""
     in_file, flags = read_file_and_flags(argv, problems)
     return None if in_file is None else in_file | flags
 
 
-def read_yaml(path: str, problems: list[str]) -> dict[str, Any] | None:
+def read_yaml(path: str, problems: list[str]) -> Values | None:
     """Returns the mapping in a YAML file; None if it is unreadable or malformed, which goes to `problems`."""
     try:
         content = yaml.load(read_text(path), _Loader)
@@ -244,7 +246,7 @@ class Repeated(list):
     """All values of a repeated flag."""
 
 
-def read_flags(argv: Sequence[str], types_by_name: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], list[str]]:
+def read_flags(argv: Sequence[str], types_by_name: Values | None = None) -> tuple[Values, list[str]]:
     """Returns (values of the flags in `argv`, all other words). `--key value` and `--key=value` are texts, `--key a b`
     is a list, and a bare `--key` is true.
 
@@ -275,7 +277,7 @@ def read_flags(argv: Sequence[str], types_by_name: Mapping[str, Any] | None = No
             values.append(word)
     # The deepspeed launcher passes --local_rank=N, and also sets LOCAL_RANK.
     occurrences.pop("local_rank", None)
-    flags: dict[str, Any] = {}
+    flags: Values = {}
     for name, lists in occurrences.items():
         words = [word for values in lists for word in values or [True]]
         if len(lists) > 1:
@@ -285,7 +287,7 @@ def read_flags(argv: Sequence[str], types_by_name: Mapping[str, Any] | None = No
     return flags, left
 
 
-def read_options(cls: type, argv: Sequence[str], problems: list[str]) -> tuple[dict[str, Any], list[str]]:
+def read_options(cls: type, argv: Sequence[str], problems: list[str]) -> tuple[Values, list[str]]:
     """(checked values of the fields of `cls` that flags in `argv` set, all other words)."""
     types_by_name = field_types(cls)
     flags, left = read_flags(argv, types_by_name)
@@ -316,9 +318,7 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
         raise UserError(f"--{' and --'.join(names)} must be given") from None
 
 
-def check_values(
-    values: Mapping[str, Any], types_by_name: Mapping[str, Any], problems: list[str], *, also: type | None = None
-) -> dict[str, Any]:
+def check_values(values: Values, types_by_name: Values, problems: list[str], *, also: type | None = None) -> Values:
     """Returns `values` converted to their fields' types; unknown keys and wrong types go to `problems`."""
     checked = {}
     foreign = sorted(HINTS.keys() & values.keys() - types_by_name.keys())
@@ -352,7 +352,7 @@ def check_values(
     return checked
 
 
-def own_names(values: Mapping[str, Any], known: Collection[str], notes: list[str]) -> dict[str, Any]:
+def own_names(values: Values, known: Collection[str], notes: list[str]) -> Values:
     """Returns the options with the names of other trainers replaced by dsft's, unless those are given too."""
     renamed = {}
     for key, value in values.items():

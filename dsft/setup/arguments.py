@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from dsft.checkpoints.manifest import bytes_of, checkpoints, read_manifest
-from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file, stage
+from dsft.config.deepspeed import DeepSpeedJson, compose, get_value, offloads, read_zero_file, stage
 from dsft.config.options import (
     HALF_PRECISION,
     IGNORED_ARGUMENTS,
@@ -223,7 +223,7 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
     return TrainingArguments(**values)
 
 
-def check_zero_file(zero_file: dict[str, Any], options: TrainConfig, machine: Machine) -> list[str]:
+def check_zero_file(zero_file: DeepSpeedJson, options: TrainConfig, machine: Machine) -> list[str]:
     """Lists what this training or machine cannot do with the configuration `zero_file`."""
     zero = options.zero
     training = options.training
@@ -368,7 +368,7 @@ def check_training_arguments(options: TrainConfig, *, here: bool = True) -> list
     return []
 
 
-def ignored_options(options: TrainConfig, deepspeed_config: dict[str, Any], size: ModelSize) -> list[str]:
+def ignored_options(options: TrainConfig, deepspeed_config: DeepSpeedJson, size: ModelSize) -> list[str]:
     """Reports each option that is set but has no effect, or another one, in this configuration, with the reason."""
     training = options.training
     defaults = LoraFields()
@@ -424,7 +424,7 @@ class CheckpointSize:
 
 
 def checkpoint_size(
-    options: TrainConfig, size: ModelSize, deepspeed_config: dict[str, Any] | None = None
+    options: TrainConfig, size: ModelSize, deepspeed_config: DeepSpeedJson | None = None
 ) -> CheckpointSize:
     """Predicts the bytes that a training writes; without a config, for the stage that writes least."""
     config = compose(

@@ -13,7 +13,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_torch_tf32_available
@@ -23,6 +22,7 @@ from dsft.checkpoints.manifest import MANIFEST, SEAL, clean_up, read_manifest, r
 from dsft.checkpoints.resume import TRAINED_ELEMENTS, check_identity
 from dsft.config import user_code
 from dsft.config.deepspeed import (
+    DeepSpeedJson,
     adopt,
     follow_options,
     get_value,
@@ -99,7 +99,7 @@ class TrainingRun:
     data: list[FormattedSource] = field(default_factory=list)
     """Empty if none is named, or if a plan cannot read it."""
     held_out: list[FormattedSource] = field(default_factory=list)
-    zero_file: dict[str, Any] | None = None
+    zero_file: DeepSpeedJson | None = None
     """The content of an explicit `zero`; None with auto."""
     new_tokens: Sequence[int] = ()
     """Ids of the tokens that `add_tokens` added to the tokenizer, and that the model has no rows for."""
@@ -525,7 +525,7 @@ def choose_plan(
     machine: Machine,
     *,
     zero: str = "auto",
-    zero_file: dict[str, Any] | None = None,
+    zero_file: DeepSpeedJson | None = None,
     left_out: Collection[str] = (),
 ) -> Choice:
     """Chooses the fastest plan that fits, with zero=auto among all candidates except `left_out`."""
