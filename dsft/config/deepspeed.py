@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
+from dsft.config.options import HALF_PRECISION, Decided, Decision, TrainConfig, decide
 from dsft.config.reader import check_bounds, convert, read_text
 from dsft.errors import nearest, one_line
 
@@ -147,7 +147,7 @@ def get_value(deepspeed_config: DeepSpeedJson, place: str) -> Any:
     return value
 
 
-def adopt(deepspeed_config: DeepSpeedJson, options: TrainConfig) -> tuple[list[Decision], list[str]]:
+def adopt(deepspeed_config: DeepSpeedJson, options: TrainConfig) -> Decided:
     """Makes decisions of the fixed numbers in a DeepSpeed JSON; an option with another value is a problem."""
     decisions: list[Decision] = []
     problems: list[str] = []

@@ -473,6 +473,10 @@ class Decision:
     reason: str
 
 
+Decided = tuple[list[Decision], list[str]]
+"""Decisions, and problems."""
+
+
 def decide(options: TrainConfig, decisions: Iterable[Decision]) -> TrainConfig:
     """Returns the options with the decisions applied, in their order."""
     for decision in decisions:

@@ -27,19 +27,19 @@ def check_named_files(options: TrainConfig | EvalConfig, problems: Sequence[str]
     for unreadable files: the DeepSpeed JSON, the user's own code, the first rows of the data. What may be on the hub is
     not checked.
     """
-    models = [options.model] if isinstance(options, TrainConfig) else options.model
-    named = [("model", name) for name in models] + [("tokenizer", options.tokenizer)]
-    entries = {"data": options.data}
     of_files: list[str] = []
+    entries = {"data": options.data}
     if isinstance(options, TrainConfig):
-        named.append(("adapter", options.adapter))
+        named = {"model": [options.model], "adapter": [options.adapter], "tokenizer": [options.tokenizer]}
         entries["eval_data"] = options.held_out_entries
         if options.zero != "auto":
             read_zero_file(options.zero, of_files)
     else:
-        named.append(("reference", options.reference))
+        named = {"model": options.model, "reference": [options.reference], "tokenizer": [options.tokenizer]}
     of_files += user_code.problems(options)
-    of_files += filter(None, (missing(key, name) for key, name in named if name))
+    for key, names in named.items():
+        problems_of_key = [missing(key, name) for name in names if name]
+        of_files += filter(None, problems_of_key)
     for key, names in entries.items():
         for source in find_sources(names, options, key=key, problems=of_files):
             if source.hub:

@@ -23,6 +23,7 @@ from dsft.config.options import (
     IGNORED_ARGUMENTS,
     REFUSED_OPTIMIZERS,
     TRAINING_DEFAULTS,
+    Decided,
     Decision,
     LoraFields,
     TrainConfig,
@@ -55,7 +56,7 @@ NOT_OVER_SHARDS = {
 """Values of `optim` that ZeRO 1 to 3 refuse -> why."""
 
 
-def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> tuple[list[Decision], list[str]]:
+def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> Decided:
     """Takes the deepspeed_config_file of `accelerate launch` as `zero`, unless the user set another."""
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if file == "none":
@@ -71,7 +72,7 @@ def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -
     return [], []
 
 
-def batch_decisions(options: TrainConfig, world: int) -> tuple[list[Decision], list[str]]:
+def batch_decisions(options: TrainConfig, world: int) -> Decided:
     """Derives the batch from `global_batch_size`, or reports which sizes would divide."""
     total = options.global_batch_size
     shared_by = options.sequence_parallel

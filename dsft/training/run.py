@@ -152,17 +152,18 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
     if run.new_tokens:
         names = ", ".join(run.tokenizer.convert_ids_to_tokens(run.new_tokens))
         say(f"model: {plural(len(run.new_tokens), 'new token')} ({names}); {run.model.size.vocab_size:,} rows")
-    inner = unwrapped(model)
     has_chats = any(each.rules.form is Chat for each in run.data)
-    if added := stop_at(model, stop_tokens(run.tokenizer) if has_chats else []):
+    added = stop_at(model, stop_tokens(run.tokenizer) if has_chats else [])
+    if added:
         tokens = ", ".join(run.tokenizer.convert_ids_to_tokens(added))
         say(
             f"note: trained answers end with {tokens}, which the model's generation_config did not stop at; final/ does"
         )
     if options.tiled_loss and not tile_loss(model):
         raise AssertionError(f"the trial of tiled_loss found what {type(model).__name__} has not")
-    if frozen := run.model.size.other_params:
-        names = ", ".join(name.removesuffix(".") for name in unreached(inner))
+    frozen = run.model.size.other_params
+    if frozen:
+        names = ", ".join(name.removesuffix(".") for name in unreached(unwrapped(model)))
         say(f"model: {frozen:,} parameters are frozen, since no text reaches them: {names}")
 
     def frozen_weights() -> str | None:

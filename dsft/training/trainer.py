@@ -190,10 +190,9 @@ class PerplexityTrainer(Trainer):
     ) -> dict[str, Any]:
         """Returns what a resumed run must have in common with this one."""
         args = self.args
-        config = self.args.hf_deepspeed_config.config
-        optimizer = config.get("optimizer") or {}
+        config = args.hf_deepspeed_config.config
         unchangeable = {
-            "optimizer": optimizer_kind(optimizer.get("type") or args.optim.value),
+            "optimizer": optimizer_kind(get_value(config, "optimizer.type") or args.optim.value),
             "dataloader_drop_last": args.dataloader_drop_last,
             "learning_rates": json.dumps(self.learning_rates),  # they split the parameters into groups
             "states": "float32",
