@@ -12,7 +12,7 @@ from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsft.checkpoints.run_folder import samples_in
-from dsft.training import engine
+from dsft.training import callbacks
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "broadcast")
 PROMPTS = ["the model reads", "a", "the big rank and the small step of the model"]
@@ -20,7 +20,7 @@ PROMPTS = ["the model reads", "a", "the big rank and the small step of the model
 
 def train_and_count(cases: list[dict]) -> list[int]:
     """Train each; returns how many collectives this rank made while it generated each one's samples."""
-    plain_generate, counts, number = engine.generate, [], 0
+    plain_generate, counts, number = callbacks.generate, [], 0
     places = [(partition_parameters.Init, "_all_gather"), *((torch.distributed, name) for name in COLLECTIVES)]
 
     def counted(plain):
@@ -39,7 +39,7 @@ def train_and_count(cases: list[dict]) -> list[int]:
 
     for owner, name in places:
         setattr(owner, name, counted(getattr(owner, name)))
-    engine.generate = generate
+    callbacks.generate = generate
     for case in cases:
         counts.append(0)
         trained(case)
