@@ -49,6 +49,8 @@ from dsft.runtime.hardware import (
 from dsft.setup.decide import TrainingRun
 from dsft.units import GiB, in_digits, plural, printable
 
+Metrics = dict[str, float]
+"""Figures of the log by name."""
 MAX_NEW_TOKENS = 64
 """Of a sample, decoded greedily."""
 ROUNDING = 1e-5
@@ -151,7 +153,8 @@ class Work:
 
     def send(self, step: int, *, asked: bool, due: bool) -> None:
         """Add up over all ranks what was counted since the last step. Collective."""
-        self._step_sums[7], self._step_sums[8] = asked, due
+        self._step_sums[7] = asked
+        self._step_sums[8] = due
         add_over_ranks(self._step_sums)
         on_host = self._step_sums.to("cpu", non_blocking=True, copy=True)  # pinned memory, if it comes from a GPU
         copied = torch.cuda.Event() if self._step_sums.is_cuda else None
@@ -171,28 +174,28 @@ class Work:
         return step, sums
 
 
-def gather_peaks() -> dict[str, float]:
+def gather_peaks() -> Metrics:
     """Return the largest peak of memory of one rank so far. Collective."""
     return _peak_metrics(from_all([peak_memory_bytes()]))
 
 
-def gather_metrics(work: Work, compute: Compute) -> dict[str, float]:
+def gather_metrics(work: Work, compute: Compute) -> Metrics:
     """Return the metrics of the steps since the last log entry, and peaks of memory. Collective."""
     ranks = from_all([(peak_memory_bytes(), work.data_seconds, gpu_utilization())])
-    metrics = _peak_metrics([peaks for peaks, _, _ in ranks])
+    peaks, waits, utilizations = zip(*ranks, strict=True)
+    metrics = _peak_metrics(peaks)
     if not work.sums.positions:
         return metrics
     seconds = time.perf_counter() - work.begun
-    waited = max(data_seconds for _, data_seconds, _ in ranks)
     metrics |= step_metrics(work.sums, seconds, compute)
-    metrics |= {"data_wait_seconds": waited, "data_wait_share": waited / seconds}
-    shares = [share for _, _, share in ranks if share is not None]
-    if shares:
-        metrics["gpu_utilization"] = min(shares)
+    metrics["data_wait_seconds"] = max(waits)
+    metrics["data_wait_share"] = max(waits) / seconds
+    if None not in utilizations:
+        metrics["gpu_utilization"] = min(utilizations)
     return metrics
 
 
-def _peak_metrics(ranks: list[dict[str, int]]) -> dict[str, float]:
+def _peak_metrics(ranks: Sequence[dict[str, int]]) -> Metrics:
     """Return `peak_gpu_gib` (with a GPU) and `peak_host_gib` from the ranks' peaks in bytes."""
     metrics = {}
     for place in ranks[0]:
@@ -223,7 +226,7 @@ PART = re.compile(r"eval_(.+)_(loss|perplexity)")
 """Metrics of one held-out set; `eval_macro_*` are means over sets."""
 
 
-def step_metrics(sums: Sums, seconds: float, compute: Compute) -> dict[str, float]:
+def step_metrics(sums: Sums, seconds: float, compute: Compute) -> Metrics:
     """Compute the metrics of steps that took `seconds`; without a loss if no token was trained."""
     metrics = {}
     if sums.trained:
@@ -250,7 +253,7 @@ def _differ(value: float, base: float) -> bool:
     return abs(value - base) > ROUNDING * abs(base)
 
 
-def on_screen(logs: dict[str, float]) -> Iterator[tuple[str, str]]:
+def on_screen(logs: Metrics) -> Iterator[tuple[str, str]]:
     """Yield label and text of the figures in a line on the screen."""
     for name, label in SCREEN.items():
         if name in logs:
@@ -264,7 +267,7 @@ def on_screen(logs: dict[str, float]) -> Iterator[tuple[str, str]]:
             yield f"{part[1]} {part[2]}", in_digits(value)
 
 
-def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> dict[str, float]:
+def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> Metrics:
     """Compute the metrics of each held-out set and their means. `set_D`: the number of each document's set."""
     metrics = {}
     losses = []
@@ -322,7 +325,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         hooks = [(module._forward_pre_hooks, module._forward_hooks) for module in modules]
         for module in modules:
-            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+            module._forward_pre_hooks = OrderedDict()
+            module._forward_hooks = OrderedDict()
         yield
         for module, (before, after) in zip(modules, hooks, strict=True):
             module._forward_pre_hooks = before
@@ -507,7 +511,7 @@ class PlanCheck(TrainerCallback):
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.figures: dict[str, dict[str, float]] = {}
+        self.figures: dict[str, Metrics] = {}
         """Figure -> predicted, measured, and the error (predicted - measured) / measured."""
         self.step_seconds: list[float] = []
         self.ended_at: float | None = None
@@ -542,7 +546,7 @@ class PlanCheck(TrainerCallback):
             measured[STEP_TIME] = statistics.median(self.step_seconds)
         ranks = from_all([(this_node(), measured)])
         node_bytes: Counter[tuple[str, str]] = Counter()
-        largest: dict[str, float] = {}
+        largest: Metrics = {}
         for node, figures in ranks:
             node_bytes[node] += figures[HOST_MEMORY]
             for name, value in figures.items():

@@ -65,6 +65,7 @@ from dsft.training.callbacks import (
     Compute,
     EarlyStopping,
     LearningCheck,
+    Metrics,
     MetricsFile,
     PlanCheck,
     ProgressLog,
@@ -139,7 +140,7 @@ class PerplexityTrainer(Trainer):
         self.skipped_steps = SkippedSteps(in_fp16=args.fp16, most=options.max_skipped_steps)
         self.is_stopping = False
         self.work = Work(args.device)
-        self.metrics: dict[str, float] = {}
+        self.metrics: Metrics = {}
         """For the next log entry, beside the Trainer's."""
 
         deepspeed_config = args.hf_deepspeed_config.config
@@ -218,7 +219,7 @@ class PerplexityTrainer(Trainer):
         )
 
     @property
-    def totals(self) -> dict[str, float]:
+    def totals(self) -> Metrics:
         """Counts over the full training, in the Trainer's state, which checkpoints contain."""
         return self.state.stateful_callbacks.setdefault("dsft", {"trained_tokens": 0, "nats": 0.0})
 
@@ -458,7 +459,7 @@ class PerplexityTrainer(Trainer):
         self.metrics = gather_peaks()
         return super()._finalize_training(*args, **kwargs)
 
-    def last_evaluation(self) -> dict[str, float]:
+    def last_evaluation(self) -> Metrics:
         """Returns the newest log entry with eval_loss; without any, one of step -1."""
         for entry in reversed(self.state.log_history):
             if "eval_loss" in entry:
