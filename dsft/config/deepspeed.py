@@ -122,7 +122,7 @@ def read_zero_file(zero: str, problems: list[str]) -> DeepSpeedJson:
 
 def _mapping(pairs: list[tuple[str, Any]]) -> DeepSpeedJson:
     """Makes the mapping of a JSON object; json.loads silently takes the last of repeated keys."""
-    content: DeepSpeedJson = {}
+    content = {}
     for key, value in pairs:
         if key in content:
             raise ValueError(f"duplicate key {key!r}; keep one")
@@ -138,7 +138,7 @@ def _number(text: str) -> float:
 
 def get_value(deepspeed_config: DeepSpeedJson, place: str) -> Any:
     """Returns the value at a place such as optimizer.params.betas.0; None if it or a section on the way is missing."""
-    value: Any = deepspeed_config
+    value = deepspeed_config
     for part in place.split("."):
         try:
             value = value[int(part) if isinstance(value, list) else part]
@@ -149,8 +149,8 @@ def get_value(deepspeed_config: DeepSpeedJson, place: str) -> Any:
 
 def adopt(deepspeed_config: DeepSpeedJson, options: TrainConfig) -> Decided:
     """Makes decisions of the fixed numbers in a DeepSpeed JSON; an option with another value is a problem."""
-    decisions: list[Decision] = []
-    problems: list[str] = []
+    decisions = []
+    problems = []
     for place, (name, _) in SAME_MEANING.items():
         theirs = get_value(deepspeed_config, place)
         if theirs is None or theirs == AUTO:
@@ -306,7 +306,7 @@ def _errors_of_deepspeed(content: DeepSpeedJson) -> list[str]:
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
     from pydantic import ValidationError
 
-    names: set[str] = set()
+    names = set()
     for model in DeepSpeedConfigModel.__subclasses__():
         names.update(model.model_fields)
 

@@ -637,7 +637,7 @@ def argument_types() -> dict[str, Any]:
     folder = Path(importlib.util.find_spec("transformers").submodule_search_locations[0])
     # Names in the annotations: a class that is neither built in nor an enumeration is Any.
     names = collections.defaultdict(lambda: Any, vars(typing) | vars(builtins) | {"ExplicitEnum": enum.Enum})
-    fields: list[ast.stmt] = []
+    fields = []
     for file in ("trainer_utils.py", "training_args.py"):  # the enumerations, the fields
         for node in ast.parse((folder / file).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and "Enum" in "".join(map(ast.unparse, node.bases)):

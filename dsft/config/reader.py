@@ -131,12 +131,12 @@ def make_config(cls: type, values: Values, problems: list[str], *, also: type | 
     """Makes a checked `cls` of options by name; faults go to `problems`."""
     dsft_types = field_types(cls)
     all_types = training_types() if cls is TrainConfig else dsft_types
-    notes: list[str] = []
+    notes = []
     values = own_names(values, all_types, notes)
-    refused: list[str] = []
+    refused = []
     checked = check_values(values, all_types, refused, also=also)
-    options: Values = {"notes": tuple(notes)}
-    training: Values = {}
+    options = {"notes": tuple(notes)}
+    training = {}
     for name, value in checked.items():
         (options if name in dsft_types else training)[name] = value
     if cls is TrainConfig:
@@ -154,7 +154,7 @@ def options_of(cls: type) -> dict[str, dataclasses.Field]:
 
 def field_types(*classes: type) -> Values:
     """Maps the options among the fields of `classes` to their types; earlier classes win."""
-    hints: Values = {}
+    hints = {}
     for cls in reversed(classes):
         annotations = typing.get_type_hints(cls)
         hints |= {name: annotations[field.name] for name, field in options_of(cls).items()}
@@ -228,7 +228,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
-        lines: dict[str, int] = {}
+        lines = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
             name = str(key.value)
@@ -255,9 +255,9 @@ def read_flags(argv: Sequence[str], types_by_name: Values | None = None) -> tupl
             all words up to the next flag, after others one word.
     """
     occurrences: dict[str, list[list[str]]] = {}
-    left: list[str] = []
+    left = []
     values = left
-    hint: Any = None
+    hint = None
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
@@ -277,7 +277,7 @@ def read_flags(argv: Sequence[str], types_by_name: Values | None = None) -> tupl
             values.append(word)
     # The deepspeed launcher passes --local_rank=N, and also sets LOCAL_RANK.
     occurrences.pop("local_rank", None)
-    flags: Values = {}
+    flags = {}
     for name, lists in occurrences.items():
         words = [word for values in lists for word in values or [True]]
         if len(lists) > 1:
@@ -298,13 +298,13 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
     """Makes a `cls` from the words of a command, of which fields that are not keyword-only are positional. Raises
     UserError with all unusable and missing words.
     """
-    problems: list[str] = []
+    problems = []
     values, left = read_options(cls, argv, problems)
     types_by_name = field_types(cls)
     fields = options_of(cls)
     problems += [f"{word}: {describe_unknown(word, fields)}" for word in left if word.startswith("--")]
     raise_if_any(problems)  # first, since the next word may be the value of an unknown option
-    words: list[Any] = left
+    words = left
     positional = [name for name, field in fields.items() if not field.kw_only and name not in values]
     if words and positional and takes_list(types_by_name[positional[0]]):
         words = [words]

@@ -68,7 +68,7 @@ def load(key: str, value: Any) -> Any:
 
 def problems(options: Any) -> list[str]:
     """Lists user code in `options` that cannot be loaded."""
-    not_loaded: list[str] = []
+    not_loaded = []
     for key, value in named(options):
         try:
             load(key, value)

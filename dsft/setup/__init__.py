@@ -27,7 +27,7 @@ def check_named_files(options: TrainConfig | EvalConfig, problems: Sequence[str]
     for unreadable files: the DeepSpeed JSON, the user's own code, the first rows of the data. What may be on the hub is
     not checked.
     """
-    of_files: list[str] = []
+    of_files = []
     entries = {"data": options.data}
     if isinstance(options, TrainConfig):
         named = {"model": [options.model], "adapter": [options.adapter], "tokenizer": [options.tokenizer]}

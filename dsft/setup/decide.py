@@ -365,7 +365,7 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
         config = usual_config(options.model)
     try:
         if options.add_tokens:  # the model grows
-            faults: list[str] = []
+            faults = []
             run.tokenizer = check_tokenizer(options, faults)
             if run.tokenizer:
                 run.new_tokens = add_tokens(run.tokenizer, options.add_tokens, faults)

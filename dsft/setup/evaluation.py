@@ -94,7 +94,7 @@ def check_evaluation(
 
 def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: str = "model") -> Candidate:
     """Finds what `model` means (of a run's folder its final model) and measures it; messages name the option `key`."""
-    faults: list[str] = []
+    faults = []
     config = replace(config, model=str(Path(model) / FINAL) if is_run(model) else model)
     folder = config.model if is_bare_config(config.model) else described_in(config.model)
     facts = tokenizer = None

@@ -296,7 +296,7 @@ def answer_prompts(
     prompts: Sequence[Prompt], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, str]:
     """Return the prompts and rank 0's answers by their names in the log, on every rank. Collective."""
-    samples: dict[str, str] = {}
+    samples = {}
     if not prompts:
         return samples
     was_training = model.training
@@ -545,8 +545,8 @@ class PlanCheck(TrainerCallback):
             predicted[STEP_TIME] = plan.step_seconds
             measured[STEP_TIME] = statistics.median(self.step_seconds)
         ranks = from_all([(this_node(), measured)])
-        node_bytes: Counter[tuple[str, str]] = Counter()
-        largest: Metrics = {}
+        node_bytes = Counter()
+        largest = {}
         for node, figures in ranks:
             node_bytes[node] += figures[HOST_MEMORY]
             for name, value in figures.items():
