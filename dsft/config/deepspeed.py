@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from dsft.config.options import HALF_PRECISION, Decided, Decision, TrainConfig, decide
+from dsft.config.options import HALF_PRECISION, Decision, TrainConfig, decide
 from dsft.config.reader import check_bounds, convert, read_text
 from dsft.errors import nearest, one_line
 
@@ -147,10 +147,9 @@ def get_value(deepspeed_config: DeepSpeedJson, place: str) -> Any:
     return value
 
 
-def adopt(deepspeed_config: DeepSpeedJson, options: TrainConfig) -> Decided:
+def adopt(deepspeed_config: DeepSpeedJson, options: TrainConfig, problems: list[str]) -> list[Decision]:
     """Makes decisions of the fixed numbers in a DeepSpeed JSON; an option with another value is a problem."""
     decisions = []
-    problems = []
     for place, (name, _) in SAME_MEANING.items():
         theirs = get_value(deepspeed_config, place)
         if theirs is None or theirs == AUTO:
@@ -166,7 +165,7 @@ def adopt(deepspeed_config: DeepSpeedJson, options: TrainConfig) -> Decided:
             problems.append(
                 f'{options.zero} has {place}={json.dumps(theirs)}, but {option}; keep one, or write "auto" in the JSON'
             )
-    return decisions, problems
+    return decisions
 
 
 def compose(

@@ -473,10 +473,6 @@ class Decision:
     reason: str
 
 
-Decided = tuple[list[Decision], list[str]]
-"""Decisions, and problems."""
-
-
 def decide(options: TrainConfig, decisions: Iterable[Decision]) -> TrainConfig:
     """Returns the options with the decisions applied, in their order."""
     for decision in decisions:

@@ -23,7 +23,6 @@ from dsft.config.options import (
     IGNORED_ARGUMENTS,
     REFUSED_OPTIMIZERS,
     TRAINING_DEFAULTS,
-    Decided,
     Decision,
     LoraFields,
     TrainConfig,
@@ -56,28 +55,28 @@ NOT_OVER_SHARDS = {
 """Values of `optim` that ZeRO 1 to 3 refuse -> why."""
 
 
-def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str]) -> Decided:
+def accelerate_decisions(options: TrainConfig, environment: Mapping[str, str], problems: list[str]) -> list[Decision]:
     """Takes the deepspeed_config_file of `accelerate launch` as `zero`, unless the user set another."""
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if file == "none":
         if "ACCELERATE_DEEPSPEED_ZERO_STAGE" in environment and options.zero == "auto":
-            return [], [
+            problems.append(
                 "accelerate's own DeepSpeed settings (zero_stage, offload ...) are not read; name a"
                 " deepspeed_config_file in its YAML, or set zero"
-            ]
+            )
     elif options.zero == "auto":
-        return [Decision("zero", file, "it is accelerate's deepspeed_config_file")], []
+        return [Decision("zero", file, "it is accelerate's deepspeed_config_file")]
     elif read_zero_file(options.zero, []) != read_zero_file(file, []):
-        return [], [f"zero={options.zero}, but accelerate's deepspeed_config_file is {file}; keep one"]
-    return [], []
+        problems.append(f"zero={options.zero}, but accelerate's deepspeed_config_file is {file}; keep one")
+    return []
 
 
-def batch_decisions(options: TrainConfig, world: int) -> Decided:
+def batch_decisions(options: TrainConfig, world: int, problems: list[str]) -> list[Decision]:
     """Derives the batch from `global_batch_size`, or reports which sizes would divide."""
     total = options.global_batch_size
     shared_by = options.sequence_parallel
     if not total or shared_by < 1 or world % shared_by:  # a problem of its own
-        return [], []
+        return []
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     given = {name: options.training[name] for name in names if options.training.get(name)}
     product = "".join(f"{name}={value} x " for name, value in given.items()) + plural(world, "rank")
@@ -85,18 +84,18 @@ def batch_decisions(options: TrainConfig, world: int) -> Decided:
         product += f" / sequence_parallel={shared_by}"
     per_step = Batch(math.prod(given.values()), 1, world, shared_by).sequences
     if len(given) == 2:  # both fixed, by a DeepSpeed JSON
-        problem = f"global_batch_size={total} is not {product}; leave one of them to follow"
-        return [], [problem] if total != per_step else []
-    if total % per_step:
+        if total != per_step:
+            problems.append(f"global_batch_size={total} is not {product}; leave one of them to follow")
+    elif total % per_step:
         lower = total // per_step * per_step
         sizes = " or ".join(str(size) for size in (lower, lower + per_step) if size)
-        return [], [
+        problems.append(
             f"global_batch_size={total} is not divisible by {product}; try {sizes}, or another of these numbers"
-        ]
-    if not given:  # the plan chooses a micro batch
-        return [], []
-    (name,) = set(names) - given.keys()
-    return [Decision(name, total // per_step, f"global_batch_size={total} / ({product})")], []
+        )
+    elif given:  # else the plan chooses a micro batch
+        (name,) = set(names) - given.keys()
+        return [Decision(name, total // per_step, f"global_batch_size={total} / ({product})")]
+    return []
 
 
 def dtype_decisions(options: TrainConfig, auto_dtype: str) -> list[Decision]:
@@ -132,7 +131,8 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
         Decision("global_batch_size", total, f"{checkpoint} took so many on {then.ranks} ranks"),
         Decision("gradient_accumulation_steps", None, "follows from global_batch_size"),
     ]
-    decisions, problems = batch_decisions(decide(options, kept), world)
+    problems = []
+    decisions = batch_decisions(decide(options, kept), world, problems)
     if problems:
         raise UserError(
             f"resume_from_checkpoint: {checkpoint} took {total} sequences per step, and so must what follows; {world}"

@@ -119,13 +119,12 @@ class TrainingRun:
     checkpoint: str | None = None
     """From which the run resumes."""
 
-    def apply(self, decisions: Sequence[Decision], problems: Sequence[str] = ()) -> None:
+    def apply(self, decisions: Sequence[Decision]) -> None:
         """Applies decisions one after the other: a later one may undo an earlier one."""
         for decision in decisions:
             if self.options.value(decision.name) != decision.value:
                 self.options = decide(self.options, [decision])
                 self.decisions.append(decision)
-        self.problems += problems
 
     @property
     def output_dir(self) -> str:
@@ -310,10 +309,10 @@ def _check_options(run: TrainingRun, *, starts: bool) -> None:
     machine = run.machine
     if starts and run.options.training.get("output_dir"):
         run_folder.check_output_dir(run.options, run.problems)
-    run.apply(*arguments.accelerate_decisions(run.options, os.environ))
+    run.apply(arguments.accelerate_decisions(run.options, os.environ, run.problems))
     if run.options.zero != "auto":  # its numbers become options
         run.zero_file = read_sound_file(run.options.zero, run.problems)
-        run.apply(*adopt(run.zero_file, run.options))
+        run.apply(adopt(run.zero_file, run.options, run.problems))
     if "learning_rate" not in run.options.training and not is_bare_config(str(run.options.model)):
         rate = LEARNING_RATES[run.options.method]
         run.apply([Decision("learning_rate", rate, f"the default of method={run.options.method}")])
@@ -324,7 +323,7 @@ def _check_options(run: TrainingRun, *, starts: bool) -> None:
         if get_value(run.zero_file, "zero_optimization.round_robin_gradients"):
             run.notes.append("zero_optimization.round_robin_gradients is turned off: checkpoints would be read wrong")
     if not any("global_batch_size" in problem for problem in run.problems):
-        run.apply(*arguments.batch_decisions(run.options, machine.world_size))
+        run.apply(arguments.batch_decisions(run.options, machine.world_size, run.problems))
     run.apply(arguments.dtype_decisions(run.options, auto_dtype(machine)))
     run.problems += user_code.problems(run.options)
     run.problems += arguments.check_machine(run.options, machine)

@@ -202,7 +202,8 @@ def values(decisions) -> dict:
 def test_batches_follow_from_the_global_one_on_2_ranks(total, training, decided):
     options = TrainConfig(global_batch_size=total, training=training)
     for world, shared_by in ((2, 1), (4, 2), (8, 4)):  # ranks that share sequences count once
-        decisions, problems = batch_decisions(replace(options, sequence_parallel=shared_by), world)
+        problems: list[str] = []
+        decisions = batch_decisions(replace(options, sequence_parallel=shared_by), world, problems)
         assert values(decisions) == decided and problems == []
 
 
@@ -217,7 +218,8 @@ def test_batches_follow_from_the_global_one_on_2_ranks(total, training, decided)
     ],
 )
 def test_a_global_batch_that_does_not_divide_says_what_would(total, training, problem):
-    _, problems = batch_decisions(TrainConfig(global_batch_size=total, training=training), 2)
+    problems: list[str] = []
+    assert batch_decisions(TrainConfig(global_batch_size=total, training=training), 2, problems) == []
     assert len(problems) == 1 and f"global_batch_size={total}" in problems[0] and problem in problems[0]
 
 
@@ -242,19 +244,23 @@ FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 def test_the_file_of_accelerate_is_the_zero_that_was_not_named(tmp_path):
-    (decision,), problems = accelerate_decisions(TrainConfig(), {FILE: "ds.json"})
-    assert (decision.name, decision.value, problems) == ("zero", "ds.json", [])
-    assert accelerate_decisions(TrainConfig(), {}) == accelerate_decisions(TrainConfig(), {FILE: "none"}) == ([], [])
+    problems: list[str] = []
+    (decision,) = accelerate_decisions(TrainConfig(), {FILE: "ds.json"}, problems)
+    assert (decision.name, decision.value) == ("zero", "ds.json")
+    for environment in ({}, {FILE: "none"}):
+        assert accelerate_decisions(TrainConfig(), environment, problems) == []
     first, same, other = (tmp_path / f"{name}.json" for name in ("first", "same", "other"))
     for path, stage in ((first, 2), (same, 2), (other, 3)):
         path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
     options = TrainConfig(zero=str(first))
-    assert accelerate_decisions(options, {FILE: str(same)}) == ([], [])
-    _, (problem,) = accelerate_decisions(options, {FILE: str(other)})
-    assert f"zero={first}, but accelerate's deepspeed_config_file is {other}" in problem
     stage = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
-    assert "accelerate's own DeepSpeed settings" in accelerate_decisions(TrainConfig(), stage)[1][0]
-    assert accelerate_decisions(TrainConfig(zero="2"), stage) == ([], [])
+    assert accelerate_decisions(options, {FILE: str(same)}, problems) == []
+    assert accelerate_decisions(TrainConfig(zero="2"), stage, problems) == []
+    assert problems == []
+    assert accelerate_decisions(options, {FILE: str(other)}, problems) == []
+    assert accelerate_decisions(TrainConfig(), stage, problems) == []
+    assert f"zero={first}, but accelerate's deepspeed_config_file is {other}" in problems[0]
+    assert "accelerate's own DeepSpeed settings" in problems[1]
 
 
 def checkpoint(folder: Path, manifest: dict | None) -> str:
