@@ -206,6 +206,7 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         "activation_checkpointing": plan.activation_checkpointing,
         # The engine counts each rank's micro batches, even if ranks share sequences.
         "deepspeed": plan.deepspeed_config | {"train_batch_size": "auto"},
+        "accelerator_config": {"non_blocking": has_gpu()},  # the host does not wait for copies to the GPU
     }
     kwargs = checkpointing_kwargs(options)
     if not has_gpu():
@@ -214,7 +215,6 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         kwargs["every_n_layers"] = plan.checkpoint_every
     if kwargs or "activation_checkpointing_kwargs" in values:
         values["activation_checkpointing_kwargs"] = kwargs
-    values["accelerator_config"] = {"non_blocking": has_gpu()}  # the host does not wait for copies to the GPU
     if values.get("use_liger_kernel"):  # its forward with a loss would replace the tiled loss
         given = values.get("liger_kernel_config") or {}
         values["liger_kernel_config"] = given | {"fused_linear_cross_entropy": False, "cross_entropy": False}

@@ -156,7 +156,7 @@ def resolve_run(options: TrainConfig, *, machine: Machine, problems: Sequence[st
     distributed.raise_together(check_weights(before, run.model, local=False))
 
     # Rank 0 decides what depends on the disk or the clock.
-    def resume() -> tuple[str | None, list[Decision], bool]:
+    def resume():
         for path in clean_up(run.output_dir):
             say(f"removed {path}: an incomplete save")
         return resume_decisions(run.options, machine.world_size, run.model)

@@ -278,14 +278,13 @@ def of_sets(result: Perplexity, names: Sequence[str], set_D: np.ndarray) -> Metr
         tokens = math.fsum(sums_KU[1])
         if not tokens:
             continue
-        losses.append(nats / tokens)
-        metrics[f"{name}_loss"] = losses[-1]
-        metrics[f"{name}_perplexity"] = exp(losses[-1])
-        metrics[f"{name}_tokens"] = int(tokens)
+        loss = nats / tokens
+        losses.append(loss)
+        of_set = {"loss": loss, "perplexity": exp(loss), "tokens": int(tokens)}
         low, high = ratio_interval(sums_KU, 1)
         if not math.isnan(low):  # a single document has no interval
-            metrics[f"{name}_perplexity_low"] = exp(low)
-            metrics[f"{name}_perplexity_high"] = exp(high)
+            of_set |= {"perplexity_low": exp(low), "perplexity_high": exp(high)}
+        metrics |= {f"{name}_{key}": value for key, value in of_set.items()}
     if losses:
         mean = math.fsum(losses) / len(losses)
         metrics |= {"macro_loss": mean, "macro_perplexity": exp(mean)}

@@ -51,7 +51,6 @@ from dsft.runtime import distributed
 from dsft.runtime.console import log_to_files, say
 from dsft.runtime.distributed import only_run_in, require_same_start
 from dsft.runtime.hardware import (
-    Memory,
     memory_errors_explained,
     peak_memory_bytes,
     reset_peaks,
@@ -166,7 +165,7 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         names = ", ".join(name.removesuffix(".") for name in unreached(unwrapped(model)))
         say(f"model: {frozen:,} parameters are frozen, since no text reaches them: {names}")
 
-    def frozen_weights() -> str | None:
+    def frozen_weights():
         """Identifies frozen weights by the files that they were loaded from."""
         if all(parameter.requires_grad for parameter in model.parameters()):
             return None
@@ -210,7 +209,7 @@ def recorded(run: TrainingRun, trainer: PerplexityTrainer | None = None) -> Iter
     replaced or done is not changed until there is a trainer.
     """
 
-    def begin() -> bool:
+    def begin():
         about_data = {}
         if trainer is not None:
             if run.options.overwrite and run.checkpoint is None:
@@ -272,9 +271,8 @@ def _write_results(run: TrainingRun, results: dict[str, Any], **sections: Any) -
 def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractContextManager[None]:
     """Turns a failed allocation inside a `with` into one error: the plan, the measured peak, the next smaller plan."""
 
-    def explanation(error: BaseException, memory: Memory) -> str:
+    def explanation(error, memory):
         plan = run.plan
-        options = run.options
         phase = watchdog.progress.phase
         peaks = peak_memory_bytes()
         if memory == "GPU":
@@ -297,7 +295,7 @@ def out_of_memory_explained(run: TrainingRun, when: str) -> contextlib.AbstractC
                 f"the next smaller plan is {smaller.label}, by prediction {smaller.device_bytes / GiB:.3g} GiB:"
                 f" {plan_flags(smaller, run.job)}"
             )
-        eval_batch = with_defaults(options)["per_device_eval_batch_size"]
+        eval_batch = with_defaults(run.options)["per_device_eval_batch_size"]
         if phase == "evaluating" and eval_batch > 1:
             way_out = f"an evaluation takes less with --per_device_eval_batch_size 1, here {eval_batch}; {way_out}"
         moment = f"while {phase}" if phase in ("evaluating", "saving") else when

@@ -544,7 +544,7 @@ class PerplexityTrainer(Trainer):
         save_as_the_trainer = super()._save_checkpoint
         best = state.best_model_checkpoint
 
-        def write() -> None:
+        def write():
             save_as_the_trainer(model, trial)
             # The Trainer names the best checkpoint by its staged path, not by its final one.
             folder = checkpoint_folder(output_dir, state.best_global_step or 0)
@@ -552,7 +552,7 @@ class PerplexityTrainer(Trainer):
             if self.args.should_save:
                 state.save_to_json(str(save.staged / TRAINER_STATE))
 
-        def check(folder: Path) -> list[str]:
+        def check(folder):
             problems = self._missing_weights(folder)
             if not self.args.save_only_model:
                 problems += missing_shards(folder, self.args.world_size, sharded=self.topology["zero_stage"] > 0)
