@@ -636,9 +636,13 @@ def argument_types() -> dict[str, Any]:
     fields = []
     for file in ("trainer_utils.py", "training_args.py"):  # the enumerations, the fields
         for node in ast.parse((folder / file).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and "Enum" in "".join(map(ast.unparse, node.bases)):
-                exec(compile(ast.Module([node], []), file, "exec"), {}, names)
-            elif isinstance(node, ast.ClassDef) and node.name == "TrainingArguments":
+            if not isinstance(node, ast.ClassDef):
+                continue
+            bases = " ".join(map(ast.unparse, node.bases))
+            if "Enum" in bases:
+                code = compile(ast.Module([node], []), file, "exec")
+                exec(code, {}, names)
+            elif node.name == "TrainingArguments":
                 fields = node.body
     types = {}
     for node in fields:

@@ -123,7 +123,7 @@ def failed(where: str, error: BaseException) -> UserError:
     return UserError(f"{where} raised {type(error).__name__}: {error}\n{text}")
 
 
-def mapped(map_row: Callable[[dict], Any], values: dict[str, Any], where: Callable[[], str]) -> dict[str, Any] | None:
+def mapped(map_row: Callable, values: dict, where: Callable[[], str]) -> dict | None:
     """Returns the row that `map_row` makes of one, None to drop it; raises UserError, with the place, if it fails."""
     try:
         row = map_row(values)

@@ -360,7 +360,8 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
     is_elsewhere = not starts and attention and ("flash" in attention or "/" in attention)
     measured = dataclasses.replace(options, attn_implementation=None) if is_elsewhere else options
     config = None
-    if not starts and options.model in USUAL_MODELS and not options.revision and not Path(options.model).exists():
+    is_usual = options.model in USUAL_MODELS and not options.revision
+    if is_usual and not starts and not Path(options.model).exists():
         config = usual_config(options.model)
     try:
         if options.add_tokens:  # the model grows

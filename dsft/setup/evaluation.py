@@ -58,8 +58,9 @@ def check_evaluation(
     candidates = []
     for model in models:
         candidates += in_formats(model, config.quantization, problems)
-    reference = candidate_of(config, config.reference, problems, key="reference") if config.reference else None
-    if reference:
+    reference = None
+    if config.reference:
+        reference = candidate_of(config, config.reference, problems, key="reference")
         in_formats(reference, [], problems)
 
     share = None
@@ -86,7 +87,7 @@ def check_evaluation(
                 " bits per byte with dsft compare"
             )
     distributed.raise_together(problems)
-    for model in models if config.quantization else []:
+    for model in models:
         if on_disk := model.facts.size.quantization:
             say(f"note: {model.config.model} is quantised on disk ({on_disk.format}) and evaluated in it")
     return candidates, reference, data_sets
@@ -95,7 +96,8 @@ def check_evaluation(
 def candidate_of(config: EvalConfig, model: str, problems: list[str], *, key: str = "model") -> Candidate:
     """Finds what `model` means (of a run's folder its final model) and measures it; messages name the option `key`."""
     faults = []
-    config = replace(config, model=str(Path(model) / FINAL) if is_run(model) else model)
+    path = str(Path(model) / FINAL) if is_run(model) else model
+    config = replace(config, model=path)
     folder = config.model if is_bare_config(config.model) else described_in(config.model)
     facts = tokenizer = None
     try:

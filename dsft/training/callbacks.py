@@ -402,8 +402,8 @@ class EarlyStopping(EarlyStoppingCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Continues the checkpoint's count, even if its patience has run out; transformers' starts from zero."""
-        saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
-        vars(self).update(saved)
+        saved = state.stateful_callbacks.get(type(self).__name__, {})
+        vars(self).update(saved.get("attributes", {}))
         self.resumed_at = state.global_step
         control.should_training_stop = self.early_stopping_patience_counter >= self.early_stopping_patience
 

@@ -415,7 +415,10 @@ class PerplexityTrainer(Trainer):
         control = self.control
         unread = self.work.unread
         due = ("should_log", "should_evaluate", "should_save", "should_training_stop")
-        while unread and (len(unread) > 1 or any(getattr(control, name) for name in due)):
+        while unread:
+            is_due = any(getattr(control, name) for name in due)
+            if len(unread) == 1 and not is_due:
+                break
             step, sums = self.work.read()
             if sums.bad:
                 saved = checkpoints(self.args.output_dir)
