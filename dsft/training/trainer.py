@@ -250,7 +250,7 @@ class PerplexityTrainer(Trainer):
     def _get_train_sampler(self, train_dataset=None):
         """The same order on any number of ranks."""
         return EpochSampler(
-            train_dataset if train_dataset is not None else self.train_dataset,
+            train_dataset or self.train_dataset,
             per_step=self.sequences_per_step,
             seed=shuffle_seed(vars(self.args)),
             step=lambda: self.state.global_step,
@@ -277,22 +277,21 @@ class PerplexityTrainer(Trainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         """Prepares like the Trainer; `resume.py` reads checkpoints that DeepSpeed cannot. Collective."""
         checkpoint = resume_from_checkpoint
-        is_changed = checkpoint is not None and topology_change(checkpoint, self.topology)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         engine = self.model_wrapped
         # The values of this run's options, before a checkpoint's overwrite them.
         options_now = []
         for group in engine.optimizer.param_groups:
             options_now.append({name: group[name] for name in HYPERPARAMETERS if name in group})
-        if checkpoint is not None and not is_changed:
-            deepspeed_load_checkpoint(engine, checkpoint, load_module_strict=not isinstance(self.model, PeftModel))
-            self._load_optimizer_and_scheduler(checkpoint)
         distributed.extend_timeouts()
         if checkpoint is None:
             take_back_first_step(engine.optimizer)
-        if is_changed:
-            restore(engine, engine.lr_scheduler or self.lr_scheduler, checkpoint)
-        if checkpoint is not None:
+        else:
+            if topology_change(checkpoint, self.topology):
+                restore(engine, engine.lr_scheduler or self.lr_scheduler, checkpoint)
+            else:
+                deepspeed_load_checkpoint(engine, checkpoint, load_module_strict=not isinstance(self.model, PeftModel))
+                self._load_optimizer_and_scheduler(checkpoint)
             self._take_options(checkpoint, options_now)
         self.skipped_steps.number = engine.skipped_steps
         self.work.begin_interval()
@@ -499,7 +498,7 @@ class PerplexityTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         """Measures perplexity over all held-out tokens; the same for any batch size and ranks. Collective."""
         start = time.perf_counter()
-        held_out = self.eval_dataset if eval_dataset is None else eval_dataset
+        held_out = eval_dataset or self.eval_dataset
         windows = windows_of_held_out(held_out)
         with watchdog.phase("evaluating"), self.work.paused():
             result = evaluate_windows(
