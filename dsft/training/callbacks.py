@@ -111,10 +111,9 @@ class Work:
     """Sums of the current step, of steps that were sent and not read yet, and of the next log entry so far."""
 
     def __init__(self, device: torch.device):
-        self._step_sums = torch.zeros(
-            len(dataclasses.fields(Sums)), dtype=torch.float64, device=device
-        )  # counts are exact
-        self.unread: deque[tuple[int, torch.Tensor, Any]] = deque()
+        # Counts are exact in float64.
+        self._step_sums = torch.zeros(len(dataclasses.fields(Sums)), dtype=torch.float64, device=device)
+        self.unread = deque()
         """Step, its sums on the host, and the event after which they are there."""
         self.begin_interval()
 
@@ -345,8 +344,8 @@ class LearningCheck(TrainerCallback):
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
-        self.losses: list[float] = []
-        self.warnings: list[str] = []
+        self.losses = []
+        self.warnings = []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs.get("grad_norm") == 0 and "loss" in logs and not self.warnings:
@@ -359,8 +358,8 @@ class LearningCheck(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         uniform = math.log(self.vocab_size)
-        far = [loss for loss in self.losses if abs(loss / uniform - 1) >= CLOSE_TO_UNIFORM]
-        if len(self.losses) > 1 and not far:
+        are_close = [abs(loss / uniform - 1) < CLOSE_TO_UNIFORM for loss in self.losses]
+        if len(are_close) > 1 and all(are_close):
             self._warn(
                 f"the loss stays at {uniform:.4g}, no better than uniform over {self.vocab_size} tokens: nothing is"
                 " learnt. Usual causes: a learning rate too low, too few steps, or random weights instead of"
@@ -421,12 +420,10 @@ class EarlyStopping(EarlyStoppingCallback):
 
 
 class MetricsFile(TrainerCallback):
-    """Appends each log entry to metrics.jsonl, on rank 0; a resumed run continues the file."""
+    """Appends each log entry to metrics.jsonl; a resumed run continues the file. On rank 0."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.path = Path(args.output_dir) / METRICS_FILE if state.is_world_process_zero else None
-        if self.path is None:
-            return
+        self.path = Path(args.output_dir) / METRICS_FILE
         earlier = []
         if state.global_step and self.path.is_file():
             for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
@@ -437,17 +434,16 @@ class MetricsFile(TrainerCallback):
         self.path.write_text("".join(earlier), encoding="utf-8")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.path is not None:
-            entry = {"step": state.global_step, "epoch": state.epoch} | logs
-            try:
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(entry) + "\n")
-            except OSError as error:
-                raise Unsaved(f"{self.path} could not be written ({error.strerror})") from None
+        entry = {"step": state.global_step, "epoch": state.epoch} | logs
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise Unsaved(f"{self.path} could not be written ({error.strerror})") from None
 
 
 class ProgressLog(TrainerCallback):
-    """Prints a line per log entry and per sample on rank 0: above a terminal's progress bar, or with the time left."""
+    """Prints a line per log entry and per sample: above a terminal's progress bar, or with the time left. On rank 0."""
 
     def __init__(self):
         self.bar: tqdm | None = None
@@ -456,7 +452,7 @@ class ProgressLog(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begin = time.monotonic(), state.global_step
-        if state.is_world_process_zero and not args.disable_tqdm and sys.stderr.isatty():
+        if sys.stderr.isatty() and not args.disable_tqdm:
             steps = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
             self.bar = tqdm(desc="Training", dynamic_ncols=True, leave=False, **steps)
 
@@ -465,7 +461,7 @@ class ProgressLog(TrainerCallback):
             self.bar.update(state.global_step - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():  # the totals
+        if not {"loss", "eval_loss"} & logs.keys():  # the totals
             return
         width = 9 if "loss" in logs else 0
         parts = [f"step {state.global_step:>6}"]
@@ -512,7 +508,7 @@ class PlanCheck(TrainerCallback):
         self.plan = plan
         self.figures: dict[str, Metrics] = {}
         """Figure -> predicted, measured, and the error (predicted - measured) / measured."""
-        self.step_seconds: list[float] = []
+        self.step_seconds = []
         self.ended_at: float | None = None
         """When the step before ended; None if this one is not counted."""
 

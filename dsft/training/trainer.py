@@ -173,13 +173,15 @@ class PerplexityTrainer(Trainer):
         options = self.run.options
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
-        # A notebook keeps transformers' table and bar, unless disable_tqdm asks for lines.
-        if not any("Notebook" in type(each).__name__ for each in self.callback_handler.callbacks):
-            self.add_callback(ProgressLog)
+        if self.is_world_process_zero():
+            # A notebook keeps transformers' table and bar, unless disable_tqdm asks for lines.
+            if not any("Notebook" in type(each).__name__ for each in self.callback_handler.callbacks):
+                self.add_callback(ProgressLog)
+            self.add_callback(MetricsFile)
         self.learning = LearningCheck(self.model.config.get_text_config().vocab_size)
         self.plan_check = PlanCheck(self.run.plan)
-        for callback in (MetricsFile, self.learning, self.plan_check):
-            self.add_callback(callback)
+        self.add_callback(self.learning)
+        self.add_callback(self.plan_check)
         if options.early_stopping_patience:
             self.add_callback(EarlyStopping(options.early_stopping_patience, options.early_stopping_threshold))
         for name in options.callbacks:
