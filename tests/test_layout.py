@@ -17,7 +17,7 @@ from conftest import ROOT
 
 from dsft.checkpoints import manifest, run_folder
 from dsft.config.deepspeed import CONFIG_DIR, compose, known_names, read_zero_file
-from dsft.runtime.patches import PATCHES
+from dsft.runtime import PATCHES
 
 PACKAGE = ROOT / "dsft"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -228,7 +228,7 @@ def replacements(tree: ast.Module) -> set[str]:
 
 
 def test_every_patch_of_a_library_is_in_the_registry():
-    registry, places = PACKAGE / "runtime" / "patches.py", set()
+    registry, places = PACKAGE / "runtime" / "__init__.py", set()
     for path in SOURCES:
         if path != registry:
             name = str(path.relative_to(PACKAGE))

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from dsft.runtime.patches import WITHOUT
+from dsft.runtime import WITHOUT
 
 TESTS = {
     "models/test_embeddings.py::test_rows_of_new_tokens_are_trained_saved_and_merged": ("token_rows",),

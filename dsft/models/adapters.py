@@ -23,7 +23,7 @@ from dsft.errors import UserError, limited_time, nearest, one_line
 from dsft.models.model_folder import ADAPTER_CONFIG, adapter_description
 from dsft.models.package import unreached
 from dsft.models.weight_files import ADAPTER_FILES, empty_tensors, find_files
-from dsft.runtime import patches
+from dsft.runtime import replaced
 from dsft.units import plural
 
 ALL_LINEAR = "all-linear"
@@ -79,7 +79,7 @@ def add_lora(
     set_seed(seed)
     # Adapters have the base's dtype, and DeepSpeed keeps fp32 masters of them. peft would make them fp32, and under
     # ZeRO-3 DeepSpeed leaves them so: every product of an adapter is then in fp32, and its inputs are saved twice.
-    with warnings.catch_warnings(), patches.replaced("token_rows", gathered_rows):
+    with warnings.catch_warnings(), replaced("token_rows", gathered_rows):
         # From peft's own pattern for fused experts.
         warnings.filterwarnings("ignore", "The following alpha_pattern keys did not match .*gate_up_proj")
         if options.adapter:

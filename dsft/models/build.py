@@ -78,7 +78,7 @@ from dsft.models.weight_files import (
     load_pickle,
     safe_unpickling,
 )
-from dsft.runtime import distributed, patches
+from dsft.runtime import distributed, replaced
 from dsft.runtime.hardware import has_gpu
 from dsft.units import plural
 
@@ -180,7 +180,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
         model = load_weights(base, **options)
         grow_for(model, name)
         take_generation_config(model, folder)
-        with patches.replaced("token_rows", gathered_rows):
+        with replaced("token_rows", gathered_rows):
             return PeftModel.from_pretrained(model, name)
     # Adapters store this name: an absolute one stays valid in another working folder.
     name = str(folder.resolve()) if folder.is_dir() else name
@@ -227,7 +227,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     if base:
         model = load_weights(base, **options)
         adapters = grow_for(model, str(checkpoint))
-        with patches.replaced("token_rows", gathered_rows):
+        with replaced("token_rows", gathered_rows):
             model = get_peft_model(model, adapters)
     else:
         config = load_model_config(str(checkpoint), trust_remote_code=options.get("trust_remote_code", False))

@@ -10,8 +10,7 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 from without_patches import TESTS
 
 from dsft.models.measure import empty_model
-from dsft.runtime import patches
-from dsft.runtime.patches import PATCHES
+from dsft.runtime import PATCHES, replaced
 
 
 def test_every_patch_has_a_test_that_fails_without_it():
@@ -27,7 +26,7 @@ def test_each_test_that_fails_without_a_patch_exists(place):
 
 def test_after_its_with_a_patch_is_gone_also_after_an_error():
     original = TrainableTokensLayer._collect_token_weights
-    with pytest.raises(KeyError), patches.replaced("token_rows", len):
+    with pytest.raises(KeyError), replaced("token_rows", len):
         assert TrainableTokensLayer._collect_token_weights is len
         raise KeyError
     assert TrainableTokensLayer._collect_token_weights is original
