@@ -199,7 +199,6 @@ def stage(deepspeed_config: DeepSpeedJson) -> int:
 
 
 def offloads(deepspeed_config: DeepSpeedJson, *, to: Collection[str] = ("cpu", "nvme")) -> bool:
-    """Whether optimizer or parameters are offloaded to one of `to`."""
     return any(get_value(deepspeed_config, f"{part}.device") in to for part in OFFLOADED)
 
 
@@ -257,7 +256,6 @@ def check_deepspeed_json(content: DeepSpeedJson, zero: str) -> list[str]:
 
 
 def places_of_auto(section: DeepSpeedJson, prefix: str = "") -> list[str]:
-    """Lists the dotted keys whose value is "auto"."""
     places = []
     for key, value in section.items():
         if isinstance(value, dict):

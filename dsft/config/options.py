@@ -445,7 +445,6 @@ class TrainConfig(ModelFields, LoraFields, TrainedFields, TrainDataFields, ZeroF
 
     @property
     def has_held_out(self) -> bool:
-        """Whether some data is held out for evaluation on the way."""
         return bool(self.eval_data or self.eval_fraction)
 
     @property
@@ -465,8 +464,6 @@ class TrainConfig(ModelFields, LoraFields, TrainedFields, TrainDataFields, ZeroF
 
 @dataclass(frozen=True)
 class Decision:
-    """One option that was decided for the user."""
-
     name: str
     value: Any
     """None unsets an option of TrainingArguments."""

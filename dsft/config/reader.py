@@ -377,7 +377,6 @@ def describe_unknown(word: str, known: Collection[str]) -> str:
 
 
 def takes_list(hint: Any) -> bool:
-    """Whether a field of this type can be a list."""
     return any(typing.get_origin(member) is list for member in (hint, *typing.get_args(hint)))
 
 
@@ -417,7 +416,6 @@ def convert(value: Any, hint: Any) -> Any:
 
 
 def _convert_to_one_of(value: Any, members: Sequence[Any]) -> Any:
-    """Converts a value to the first type that takes it."""
     errors = []
     # An enumeration restricts the text beside it. Texts and lists accept nearly everything, so they come last.
     enums = [each for each in members if isinstance(each, type) and issubclass(each, Enum)]
@@ -435,7 +433,6 @@ def _convert_to_one_of(value: Any, members: Sequence[Any]) -> Any:
 
 
 def _choice(value: Any, choices: Sequence[Any]) -> Any:
-    """Returns the choice of a Literal or an enumeration named by `value`."""
     text = str(getattr(value, "value", value))
     if value is False and "no" in choices:  # YAML reads a bare `no` as false
         return "no"
@@ -467,7 +464,6 @@ def _convert_scalar(value: Any, hint: type) -> Any:
 
 
 def check_bounds(name: str, value: Any) -> list[str]:
-    """Returns the problem of a number that is out of the option's bounds."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return []
     least, most, text = BOUNDS.get(name, (-math.inf, math.inf, ""))

@@ -67,7 +67,6 @@ def load(key: str, value: Any) -> Any:
 
 
 def problems(options: Any) -> list[str]:
-    """Lists user code in `options` that cannot be loaded."""
     not_loaded = []
     for key, value in named(options):
         try:
@@ -110,7 +109,6 @@ def digest(code: Any) -> str:
 
 
 def digests(options: Any) -> dict[str, str]:
-    """Maps each option with user code to the names and hashes of its code."""
     words: dict[str, list[str]] = {}
     for key, value in named(options):
         words.setdefault(key, []).append(f"{name_of(value)} (source {digest(load(key, value))})")

@@ -143,7 +143,6 @@ def keep_global_batch(options: TrainConfig, checkpoint: str, world: int) -> list
 
 
 def tiled_loss_decision(options: TrainConfig, facts: ModelFacts) -> Decision:
-    """Decides whether the loss is computed in tiles of tokens."""
     vocab_size = facts.size.vocab_size
     others = [name for name in ("label_smoothing_factor", "compute_loss") if options.value(name)]
     is_wanted = options.tiled_loss is True or options.training.get("use_liger_kernel")
@@ -324,7 +323,6 @@ class WithoutDevice(TrainingArguments):
 
 
 def check_hub(options: TrainConfig) -> list[str]:
-    """Lists why push_to_hub would fail, if it is set."""
     if not options.training.get("push_to_hub"):
         return []
     try:

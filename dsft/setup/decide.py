@@ -133,8 +133,6 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen plan, the candidates, and the reason."""
-
     plan: Plan
     candidates: tuple[Plan, ...]
     """The best plan of each configuration, with and without activation checkpointing."""
@@ -336,7 +334,6 @@ def _check_options(run: TrainingRun, *, starts: bool) -> None:
 
 
 def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
-    """Measures the model and checks it against the options."""
     options = run.options
     machine = run.machine
     if not options.model:
@@ -453,7 +450,6 @@ def _first_day(options: TrainConfig) -> Decision:
 
 
 def auto_dtype(machine: Machine) -> str:
-    """Resolves the option `dtype: auto` on this machine."""
     if not machine.has_gpu:
         return "float32"
     if machine.measured:

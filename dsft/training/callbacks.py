@@ -118,7 +118,6 @@ class Work:
         self.begin_interval()
 
     def begin_interval(self) -> None:
-        """Start from 0 after a log entry."""
         self.sums = Sums()
         """Of the steps that were read."""
         self.data_seconds = 0.0

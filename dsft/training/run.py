@@ -166,7 +166,6 @@ def build_trainer(run: TrainingRun, data: TrainingData) -> PerplexityTrainer:
         say(f"model: {frozen:,} parameters are frozen, since no text reaches them: {names}")
 
     def frozen_weights():
-        """Identifies frozen weights by the files that they were loaded from."""
         if all(parameter.requires_grad for parameter in model.parameters()):
             return None
         identity = model_identity(options.model, revision=options.revision, seed=args.seed, endings=WEIGHT_ENDINGS)
@@ -261,7 +260,6 @@ def recorded(run: TrainingRun, trainer: PerplexityTrainer | None = None) -> Iter
 
 
 def _write_results(run: TrainingRun, results: dict[str, Any], **sections: Any) -> None:
-    """Writes the outcome to run.json; a failed write is a warning."""
     try:
         write_run(run.output_dir, results=results, **sections)
     except OSError as error:

@@ -335,7 +335,6 @@ class PerplexityTrainer(Trainer):
             super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, *args, **kwargs):
-        """The Trainer's, timed."""
         return super().get_batch_samples(self.work.timed(epoch_iterator), *args, **kwargs)
 
     def _prepare_input(self, data):
