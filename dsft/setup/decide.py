@@ -133,6 +133,8 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Choice:
+    """The chosen plan, the candidates, and the reason."""
+
     plan: Plan
     candidates: tuple[Plan, ...]
     """The best plan of each configuration, with and without activation checkpointing."""
