@@ -108,7 +108,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def without_second_errors(problems: Iterable[str], known: Iterable[str]) -> list[str]:
     """Return the problems without those of options that `known` problems already name or suggest."""
-    names: set[str] = set()
+    names = set()
     for problem in known:
         names.update(re.findall(r"(?:^-*|did you mean ')(\w+)", problem))
     # A name of one word, such as model, also occurs in many sentences.

@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 # Started as a script, this file's own folder is first on sys.path, and its modules could shadow libraries there.
-if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+OWN_FOLDER = Path(__file__).resolve().parent
+if Path(sys.path[0]).resolve() == OWN_FOLDER:
+    sys.path[0] = str(OWN_FOLDER.parent)
 
 from dsft.errors import ends_with_clear_errors
 from dsft.perplexity.of_training import read_evaluation

@@ -182,8 +182,10 @@ def launch(argv: list[str]) -> int:
         if not has_gpu():
             os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed warns that there is no GPU
     # Checks that need torch, a tokenizer or headers of weights; a single rank does them itself, as early.
-    if not nodes and num_ranks > 1 and (code := _check_as_rank_0(name, words, num_ranks)):
-        return code
+    if not nodes and num_ranks > 1:
+        code = _check_as_rank_0(name, words, num_ranks)
+        if code:
+            return code
     for note in config.notes:
         show_text(f"dsft: note: {note}")
     checkpoint = config.value("resume_from_checkpoint")
@@ -220,8 +222,8 @@ def launch(argv: list[str]) -> int:
             if code in ends or job.interrupted:
                 return code
             if attempt < options.max_restarts:
-                restart = f"restart {attempt + 1} of {options.max_restarts}, from the last checkpoint"
-                show_text(f"dsft: exit code {code}: {restart}", file=sys.stderr)
+                text = f"exit code {code}: restart {attempt + 1} of {options.max_restarts}, from the last checkpoint"
+                show_text(f"dsft: {text}", file=sys.stderr)
         return code
     finally:
         os.environ.pop(LAUNCH, None)
@@ -243,22 +245,24 @@ def _command(options: LaunchOptions, nodes: list[str], num_ranks: int, name: str
     if not nodes and num_ranks == 1:  # DeepSpeed's launcher would need as much CPU time as the rank's own start
         return [sys.executable, "-u", "-m", MODULES[name], *words]
     # "critical" hides the command of each failed rank, which DeepSpeed repeats; the ranks report their errors.
-    flags: dict[str, Any] = {"master_port": options.master_port, "log_level": "critical"}
-    flags["bind_cores_to_rank"] = options.bind_cores_to_rank
+    flags = {
+        "master_port": options.master_port,
+        "log_level": "critical",
+        "bind_cores_to_rank": options.bind_cores_to_rank,
+    }
     if nodes:
         if not shutil.which("pdsh"):
             raise UserError(
                 "--hostfile: DeepSpeed starts other nodes through pdsh, which is not installed: apt-get install pdsh"
             )
         paths = {"the working folder": os.getcwd(), "Python": sys.executable, "output_dir": str(file.parent)}
-        raise_if_any(
-            [
-                f"{place} {path!r}: DeepSpeed hands it to the nodes' shells unquoted; use a path of letters, digits and"
-                " _ + = : , . / - alone"
-                for place, path in paths.items()
-                if not PLAIN_PATH.fullmatch(path)
-            ]
-        )
+        problems = [
+            f"{place} {path!r}: DeepSpeed hands it to the nodes' shells unquoted; use a path of letters, digits and"
+            " _ + = : , . / - alone"
+            for place, path in paths.items()
+            if not PLAIN_PATH.fullmatch(path)
+        ]
+        raise_if_any(problems)
         for key in ("hostfile", "include", "exclude", "num_gpus", "master_addr"):
             flags[key] = getattr(options, key)
         flags["force_multi"] = len(nodes) == 1  # or DeepSpeed starts the ranks of one node here

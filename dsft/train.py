@@ -22,8 +22,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 # Started as a script, this file's own folder is first on sys.path, and its modules could shadow libraries there.
-if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+OWN_FOLDER = Path(__file__).resolve().parent
+if Path(sys.path[0]).resolve() == OWN_FOLDER:
+    sys.path[0] = str(OWN_FOLDER.parent)
 
 from dsft.config.options import TrainConfig
 from dsft.config.reader import field_types, make_config, read_config, read_yaml
@@ -97,7 +98,8 @@ class _Train(ModuleType):
         def as_given() -> "PerplexityTrainer | None":
             problems: list[str] = []
             if isinstance(config, TrainConfig):
-                values = {name: getattr(config, name) for name in field_types(TrainConfig)} | {**config.training}
+                values = {name: getattr(config, name) for name in field_types(TrainConfig)}
+                values |= config.training
             else:
                 values = read_yaml(config, problems) if config else {}
                 raise_if_any(problems)

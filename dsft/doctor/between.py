@@ -2,7 +2,6 @@
 
 import os
 import statistics
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -109,7 +108,7 @@ def check_between(facts: dict[str, dict[str, Any]], clock_offsets: dict[str, flo
             continue
         code = CODES.get(name, "versions")
         values = {node: each["versions"][name] for node, each in facts.items()}
-        usual = Counter(values.values()).most_common(1)[0][0]
+        usual = statistics.mode(values.values())
         for node, value in values.items():
             if value != usual:
                 yield finding(code, node, f"{name} {value}; {usual} on other nodes")

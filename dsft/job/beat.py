@@ -460,7 +460,7 @@ def connect() -> None:
         store = dist.PrefixStore(f"dsft/beat/{restart}", client)
         store.set(f"rank {_beat.rank}", _beat.entry())
         node = [_beat.host, os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text()]
-        places: list[Any] = [None] * _beat.world_size
+        places = [None] * _beat.world_size
         dist.all_gather_object(places, [node, os.getpid()])
         _beat.hosts = [place[0] for place, _ in places]
         for rank, (place, pid) in enumerate(places):

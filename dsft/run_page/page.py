@@ -133,7 +133,9 @@ def headline(runs: list[Run]) -> pandas.DataFrame:
 
 def run_summary(run: Run) -> dict[str, str]:
     facts = run.facts
-    newest: dict[str, Any] = {}
+    plan = facts.get("plan") or {}
+    results = facts.get("results") or {}
+    newest = {}
     for entry in run.log:
         newest |= entry
     interval = [newest.get("eval_perplexity_low"), newest.get("eval_perplexity_high")]
@@ -148,9 +150,9 @@ def run_summary(run: Run) -> dict[str, str]:
         "tokens per second": in_digits(newest.get("train_tokens_per_second", 0.0)),
         "time": in_time(newest.get("train_runtime", 0)),
         "machine": facts.get("machine", ""),
-        "plan": (facts.get("plan") or {}).get("reason", ""),
+        "plan": plan.get("reason", ""),
         "started": facts.get("created", ""),
-        "warnings": "\n".join((facts.get("results") or {}).get("warnings", [])),
+        "warnings": "\n".join(results.get("warnings", [])),
     }
 
 
@@ -200,7 +202,8 @@ def folded(runs: list[Run]) -> dict[str, str]:
     texts = {}
     for run in runs:
         for section in ("config", "decisions", "deepspeed", "versions"):
-            text = yaml.safe_dump(run.facts.get(section), sort_keys=False, allow_unicode=True, width=100)
+            content = run.facts.get(section)
+            text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
             texts[f"{section.capitalize()} of {run.name}"] = text
     return texts
 
@@ -233,7 +236,7 @@ class Curve:
 
 def curves_of(runs: list[Run], metrics: dict[str, str]) -> list[Curve]:
     """Return a curve for each run and each of its metrics among `metrics`, named by the metric's word."""
-    curves: list[Curve] = []
+    curves = []
     for run in runs:
         for metric, word in metrics.items():
             points = run.points(metric)
@@ -267,9 +270,11 @@ def draw(curves: list[Curve]) -> Markup:
         every = math.ceil(len(curve.points) / MOST_POINTS)
         xs, ys = numpy.transpose(curve.points[::every])
         if not curve.has_dots and len(ys) > SMOOTHED:
-            lines.append((curve.colour, "1;opacity:.35", zip(across(xs), up(ys), strict=True)))
+            places = zip(across(xs), up(ys), strict=True)
+            lines.append((curve.colour, "1;opacity:.35", places))
             ys = pandas.Series(ys).rolling(SMOOTHED, center=True, min_periods=1).mean()
-        lines.append((curve.colour, "2", zip(across(xs), up(ys), strict=True)))
+        places = zip(across(xs), up(ys), strict=True)
+        lines.append((curve.colour, "2", places))
         if curve.has_dots:
             for x, y in curve.points:
                 text = f"{curve.name}: {in_digits(y)} at {x:,.0f} tokens"

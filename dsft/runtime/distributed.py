@@ -209,7 +209,7 @@ def wait_long(name: str) -> None:
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
     """Return rank 0's result of `function()`, or raise its UserError, on every rank. Collective."""
-    outcome: list[Any] = [None]
+    outcome = [None]
     if rank() == 0:
         try:
             outcome = [function()]
@@ -264,7 +264,9 @@ def device() -> "torch.device":
     """Return the device of this rank."""
     import torch
 
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+    if has_gpu():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def add_over_ranks(values: "torch.Tensor") -> None:
@@ -422,17 +424,15 @@ def require_agreement(facts_by_remedy: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare facts with those of rank 0: remedy for a difference -> name -> value on this rank. Collective. Raises
     UserError, on every rank, with a line for each fact that differs: both values, and a host.
     """
-    remedies = {}
-    values = {}
+    texts = {}  # name -> (text of its value, which a rank with other code can read too; remedy)
     for remedy, facts in facts_by_remedy.items():
         for name, value in facts.items():
-            remedies[name] = remedy
-            values[name] = NOT_SET if value is None else str(value)  # a rank with other code can read it too
-    of_rank_0, remedies_of_rank_0 = on_rank_0(lambda: (values, remedies))
+            texts[name] = (NOT_SET if value is None else str(value), remedy)
+    of_rank_0 = on_rank_0(lambda: texts)
     problems = []
-    for name, remedy in (remedies_of_rank_0 | remedies).items():
-        value = values.get(name, NOT_SET)
-        other = of_rank_0.get(name, NOT_SET)
+    for name, (_, remedy) in (of_rank_0 | texts).items():
+        value, _ = texts.get(name, (NOT_SET, remedy))
+        other, _ = of_rank_0.get(name, (NOT_SET, remedy))
         if value != other:
             num_equal = len(os.path.commonprefix([value, other]))  # noqa: RUF071  of characters
             start = max(0, num_equal - LONGEST_VALUE // 2)

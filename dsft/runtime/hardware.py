@@ -114,7 +114,8 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 def host_memory_bytes() -> int:
     """Return the memory that this process may use: the host's, or the smallest limit of its cgroups if that is less."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
+    limits = [limit for limit, _ in _memory_limits()]
+    return min([psutil.virtual_memory().total, *limits])
 
 
 def free_host_bytes() -> int:
@@ -137,7 +138,9 @@ def gpu_utilization() -> float | None:
 
 def has_gpu() -> bool:
     """Return whether ranks run on GPUs: if torch sees one, unless DS_ACCELERATOR=cpu requests CPU ranks."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or ("torch" not in sys.modules and not _has_driver()):
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return False
+    if "torch" not in sys.modules and not _has_driver():
         return False
     import torch
 

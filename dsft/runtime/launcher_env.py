@@ -197,8 +197,10 @@ def reachable_addresses() -> dict[str, str]:
     states = psutil.net_if_stats()
     interface_of = {}
     for name, entries in psutil.net_if_addrs().items():
+        if name not in states or not states[name].isup:
+            continue
         for entry in entries:
-            if entry.family in (socket.AF_INET, socket.AF_INET6) and name in states and states[name].isup:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
                 text = entry.address.partition("%")[0]
                 address = ipaddress.ip_address(text)
                 if not address.is_loopback and not address.is_link_local:
