@@ -40,13 +40,8 @@ def load_config(path: str | None = None, **options: Any) -> TrainConfig:
 
 
 def plan(model: str, *, machine: Machine | None = None, **options: Any) -> Choice:
-    """Plan a training with these options, from the model's config alone. Returns the plan, its candidates and reason.
-
-    Args:
-        machine: by default this one.
-
-    Raises:
-        UserError: if no model's config is found, or an option is impossible.
+    """Plan a training with these options, from the model's config alone, for `machine`, by default this one. Raises
+    UserError if no model's config is found, or an option is impossible.
     """
     problems: list[str] = []
     training = make_config(TrainConfig, {"model": model, **options}, problems)
@@ -89,16 +84,14 @@ def evaluate_all(config: EvalConfig, problems: Sequence[str] = (), *, progress: 
 
 
 def compare(*results: str | Evaluation, base: str | None = None, group_by: str | None = None) -> Comparisons:
-    """Compare results with those of one model, in pairs of documents.
+    """Compare results with those of one model, in pairs of documents. Raises UserError if there are none, or they have
+    other texts or windows.
 
     Args:
         results: results of `evaluate`, or folders that evaluations wrote.
         base: the model that all others are compared with, by its name in the results or the last parts of its path; by
             default the first.
         group_by: a grouping of the results; each group is compared separately.
-
-    Raises:
-        UserError: if results are missing, or have other texts or windows.
     """
     evaluations = []
     for item in results:

@@ -427,8 +427,6 @@ class _Store(threading.Thread):
 
 @dataclasses.dataclass(kw_only=True)
 class _Job:
-    """One start of the job."""
-
     command: list[str]
     nodes: list[str]
     store: _Store | None

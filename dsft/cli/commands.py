@@ -195,8 +195,6 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand of `dsft`."""
-
     summary: str
     """One line of `dsft --help`, and the first line of the command's help."""
     function: str

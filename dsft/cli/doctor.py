@@ -39,8 +39,6 @@ COLUMNS = ("node", "ranks", "devices", "memory", "/dev/shm", "address", "torch",
 
 @dataclass(kw_only=True)
 class Report:
-    """The result of an examination."""
-
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By node, for the nodes that answered."""
     measured: list[dict[str, Any]] = field(default_factory=list)

@@ -1,7 +1,5 @@
-"""Commands on folders of runs, models and results: `dsft checkpoints`, `verify`, `export`, `merge`, `chat`, `report`,
-`compare`.
-
-Problems of the folder are reported before torch is loaded, which takes seconds.
+"""`dsft checkpoints`, `verify`, `export`, `merge`, `chat`, `report`, `compare`. Problems of folders are reported before
+torch is loaded, which takes seconds.
 """
 
 import contextlib

@@ -45,8 +45,6 @@ SHORTEST = 512
 
 @dataclass(frozen=True)
 class Alternative:
-    """A change with which the training fits."""
-
     option: str
     """An option of `dsft plan`."""
     value: Any
@@ -54,12 +52,7 @@ class Alternative:
 
 
 def answer(options: PlanOptions, training: TrainConfig, machines: list[Machine], words: Sequence[str]) -> None:
-    """Print the answer for one machine or several; exits with NOTHING_FITS if nothing fits.
-
-    Args:
-        training: as the user wrote it, without decisions.
-        words: the options of the training as the user wrote them.
-    """
+    """Print the answer, or exit with NOTHING_FITS. `training` and `words`: the options as the user wrote them."""
     runs = [resolve_offline(training, machine, scored=options.perplexity) for machine in machines]
     for note in dict.fromkeys(note for run in runs for note in run.notes):
         show_text(f"dsft: note: {note}", file=sys.stderr)

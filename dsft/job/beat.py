@@ -162,8 +162,6 @@ class _Entry:
 
 
 class _Beat(threading.Thread):
-    """The thread of one rank."""
-
     def __init__(self, lost_timeout: float):
         super().__init__(name="dsft-beat", daemon=True)
         self.lost_timeout = lost_timeout
@@ -416,7 +414,7 @@ class _Beat(threading.Thread):
 
 
 def _moved_bytes() -> int:
-    """Return the bytes that this process has read and written so far."""
+    """Return the bytes that this process has read and written."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/io").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines[:2])

@@ -66,8 +66,6 @@ TEMPLATES.filters["table"] = html_table
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run, complete or not."""
-
     name: str
     folder: Path
     facts: dict[str, Any]
@@ -225,8 +223,6 @@ def charts(runs: list[Run]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One line of a chart."""
-
     name: str
     points: Points
     colour: int

@@ -261,7 +261,6 @@ def smallest_machine() -> Machine:
 
 
 def device() -> "torch.device":
-    """Return the device of this rank."""
     import torch
 
     if has_gpu():
@@ -354,7 +353,6 @@ def signals_save() -> Iterator[None]:
 
 
 def is_asked_to_save() -> bool:
-    """Return whether this rank got a signal."""
     return _is_asked
 
 

@@ -197,7 +197,6 @@ def default_ranks() -> int:
 
 
 def this_machine(*, ranks_per_node: int | None = None) -> Machine:
-    """Measure this machine."""
     ranks = ranks_per_node or default_ranks()
     host = host_memory_bytes()
     gpu_type = ""
@@ -267,7 +266,6 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peaks() -> None:
-    """Reset the memory peaks of this process."""
     with contextlib.suppress(OSError):  # a container may forbid it: the earlier peak remains
         # Sets the peak of resident memory to its current value (man 5 proc).
         Path("/proc/self/clear_refs").write_text("5")
