@@ -31,7 +31,7 @@ from dsft.setup.evaluation import check_evaluation
 
 def load_config(path: str | None = None, **options: Any) -> TrainConfig:
     """Return the checked options of a YAML file; `options` override them. Raises UserError with every problem."""
-    problems: list[str] = []
+    problems = []
     values = read_yaml(path, problems) if path else {}
     raise_if_any(problems)
     config = make_config(TrainConfig, values | options, problems)
@@ -43,7 +43,7 @@ def plan(model: str, *, machine: Machine | None = None, **options: Any) -> Choic
     """Plan a training with these options, from the model's config alone, for `machine`, by default this one. Raises
     UserError if no model's config is found, or an option is impossible.
     """
-    problems: list[str] = []
+    problems = []
     training = make_config(TrainConfig, {"model": model, **options}, problems)
     run = resolve_offline(training, machine or this_machine(), problems=problems)
     return plan_run(run, must_fit=False)
@@ -54,7 +54,7 @@ def evaluate(*, progress: bool = True, **options: Any) -> Evaluation:
     options of `dsft eval`. Raises UserError with every problem; TrainingStopped if a loss is NaN or infinite.
     """
     set_up_screen()
-    problems: list[str] = []
+    problems = []
     config = evaluation_config(options, problems)
     if len(config.model) > 1 or len(config.data) > 1:
         problems.append("evaluate takes one model and one data set; call it for each, or use dsft eval")

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from dsft.units import printable
 
@@ -53,7 +52,7 @@ class _TimeIsUp(BaseException):
 def limited_time(doing: str) -> Iterator[None]:
     """Raise UserError if the body, such as a foreign template, computes for over MOST_SECONDS. Main thread only."""
 
-    def stop(*_: Any) -> None:
+    def stop(*_):
         raise _TimeIsUp
 
     if threading.current_thread() is not threading.main_thread():

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     map_launcher_variables()  # first: from here on RANK decides who prints
     if argv is None:
         argv = sys.argv[1:]
-    problems: list[str] = []
+    problems = []
     config = read_evaluation(argv, problems)
     check_before_rendezvous(config, problems)
     if CHECKS_ALONE in os.environ:

@@ -124,7 +124,7 @@ def hosts_of(options: HostFields) -> dict[str, int]:
 
 def read_launch(argv: list[str]) -> tuple[LaunchOptions, str, list[str]]:
     """Parse `[options] train|eval [words]`, with options among the words too. An evaluation begins with its models."""
-    problems: list[str] = []
+    problems = []
     values, words = read_options(LaunchOptions, argv, problems)
     options = LaunchOptions(**values)
     if not words or words[0] not in MODULES:
@@ -151,7 +151,7 @@ def launch(argv: list[str]) -> int:
     if not options.hostfile and launcher_variables(os.environ):
         # One of several tasks of srun or mpirun: this process becomes that rank.
         os.execv(sys.executable, [sys.executable, "-m", MODULES[name], *words])
-    problems: list[str] = []
+    problems = []
     if name == "train":
         config = read_config(TrainConfig, words, problems, also=LaunchOptions)
     else:
@@ -321,7 +321,7 @@ def _write_options(file: Path, values: dict[str, Any], nodes: list[str]) -> None
 def _run_on(nodes: list[str], script: str, text: str = "") -> None:
     """Run a shell script, which reads `text`, on every node. Errors of a node are reported by the start."""
 
-    def run(node: str) -> None:
+    def run(node):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run([*SSH, node, script], input=text.encode(), capture_output=True, timeout=SEND_SECONDS)
 
@@ -491,7 +491,7 @@ class _Job:
 
     def _exit_code(self) -> int:
         code = self.process.returncode
-        cause = self.store.cause if self.store else None
+        cause = self.store and self.store.cause
         if self.interrupted:
             return 128 + self.interrupted
         if cause:

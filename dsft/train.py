@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     map_launcher_variables()  # first: from here on RANK decides who prints
     if argv is None:
         argv = sys.argv[1:]
-    problems: list[str] = []
+    problems = []
     options = read_config(TrainConfig, argv, problems)
     finetune_with(options, problems)
     if CHECKS_ALONE not in os.environ:
@@ -95,8 +95,8 @@ class _Train(ModuleType):
                 `dsft train` do.
         """
 
-        def as_given() -> "PerplexityTrainer | None":
-            problems: list[str] = []
+        def as_given():
+            problems = []
             if isinstance(config, TrainConfig):
                 values = {name: getattr(config, name) for name in field_types(TrainConfig)}
                 values |= config.training

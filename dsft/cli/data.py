@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def run(options: PrepareOptions | PreviewOptions, argv: Sequence[str]) -> None:
     """Tokenise the data of a training, or print samples of it. Raises UserError with every problem."""
-    problems: list[str] = []
+    problems = []
     config = read_config(TrainConfig, argv, problems, also=type(options))
     needless = ("output_dir: missing", *(["model: missing"] if config.tokenizer else []))
     problems = [problem for problem in problems if not problem.startswith(needless)]

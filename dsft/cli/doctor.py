@@ -58,23 +58,12 @@ class Report:
         self.findings += check_measured(self.measured)
 
 
-def examine(
-    nodes: dict[str, int | None],
-    *,
-    variables: dict[str, str] | None,
-    output_dir: str,
-    port: int | None,
-    master: str,
-    quick: bool,
-) -> Report:
-    """Examines nodes from here.
-
-    Args:
-        nodes: all nodes of the job, that of rank 0 first -> their ranks; None for one per GPU, else one.
-        variables: environment of the processes that ssh starts; None if the only node is this machine.
-        port: that rank 0 will listen on; None for a free one.
-        master: address of rank 0; empty for the first address of the first node.
-    """
+def examine(options: DoctorOptions, *, output_dir: str) -> Report:
+    """Examines nodes from here; `output_dir` is empty for none."""
+    nodes = hosts_of(options) or {"localhost": options.num_gpus}
+    variables = remote_environment(os.environ) if options.hostfile else None  # for the processes that ssh starts
+    quick = options.quick
+    port = options.master_port
     report = Report()
     first = next(iter(nodes))
     questions = {}
@@ -89,7 +78,7 @@ def examine(
     if not report.has_errors and (len(nodes) > 1 or not quick):
         address = LOOPBACK
         if len(nodes) > 1:
-            address = master or (report.facts[first]["addresses"] or [LOOPBACK])[0]
+            address = options.master_addr or (report.facts[first]["addresses"] or [LOOPBACK])[0]
         environment = {"MASTER_ADDR": address, "MASTER_PORT": str(port or free_port())}
         first_rank = 0
         for name, facts in report.facts.items():
@@ -123,7 +112,7 @@ def _ask_all(
 ) -> dict[str, list[dict[str, Any]]]:
     """Asks all nodes at once; returns the answers, and adds a finding for each node without."""
 
-    def ask(name: str) -> list[dict[str, Any]] | Finding:
+    def ask(name):
         words = [sys.executable, "-m", "dsft.doctor.node", command, json.dumps(questions[name])]
         if variables is not None:
             exports = "".join(f'export {variable}="{value}"; ' for variable, value in variables.items())
@@ -182,7 +171,7 @@ def examine_launched(*, output_dir: str, quick: bool) -> Report:
 
 def run(options: DoctorOptions, run_words: list[str]) -> None:
     """Examines the nodes and prints the report; exits with code 2 if it has an error. Raises UserError."""
-    problems: list[str] = []
+    problems = []
     known = [*training_types(), *field_types(EvalConfig, DoctorOptions)]  # a preflight may be for either kind of run
     values = own_names(read_values(run_words, problems) or {}, known, [])
     problems += [f"{name}: {describe_unknown(name, known)}" for name in values if name not in known]
@@ -199,14 +188,7 @@ def run(options: DoctorOptions, run_words: list[str]) -> None:
             place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
             raise UserError(f"rank {rank()} could not join the others at {place}: {one_line(error)}") from None
     else:
-        report = examine(
-            hosts_of(options) or {"localhost": options.num_gpus},
-            variables=remote_environment(os.environ) if options.hostfile else None,
-            output_dir=output_dir,
-            port=options.master_port,
-            master=options.master_addr or "",
-            quick=options.quick,
-        )
+        report = examine(options, output_dir=output_dir)
     report.seconds = time.monotonic() - start
     if not is_launched or rank() == 0:
         if options.json:

@@ -132,7 +132,7 @@ def run_chat(options: ChatOptions) -> str | None:
     model = build_model(config, dtype=resolve_dtype(options.dtype)).eval()
     positions = max_positions(model.config.get_text_config())
 
-    def answer(messages: list[Message]) -> Message:
+    def answer(messages):
         """Print an answer; return it as the message for the next turn's prompt."""
         try:
             if options.raw:

@@ -72,7 +72,7 @@ def run_command(name: str, words: list[str]) -> None:
     """Parse the options of a command and call it. Raises UserError with every word that cannot be used."""
     command = COMMANDS[name]
     if command.run_options:
-        problems: list[str] = []
+        problems = []
         values, run_words = read_options(command.options, words, problems)
         raise_if_any(problems)
         arguments = (command.options(**values), run_words)

@@ -22,7 +22,7 @@ from dsft.units import GB
 
 def run(options: PlanOptions, argv: Sequence[str]) -> None:
     """Print the decisions of a training, or another answer that `options` request. Raises UserError."""
-    problems: list[str] = []
+    problems = []
     asked = [f"--{name}" for name in ("perplexity", "longest", "out", "explain") if getattr(options, name)]
     if len(asked) > 1 and (options.perplexity or options.longest):
         problems.append(f"{' and '.join(asked)}: keep one")

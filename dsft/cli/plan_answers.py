@@ -239,7 +239,7 @@ def answer_longest(options: PlanOptions, run: TrainingRun) -> bool:
     """Print the longest sequence that fits, one at a time per GPU or per group that shares one; return if any fits."""
     job = dataclasses.replace(run.job, micro_batch=1, accumulation=1, sequences_per_step=None)
 
-    def plan_of(length: int) -> Plan:
+    def plan_of(length):
         attention = attention_of(run.model, seq_len=length, masked=run.masked)  # a mask above a sliding window
         changed = dataclasses.replace(job, seq_len=length, attention=attention)
         return plan_run(dataclasses.replace(run, job=changed), must_fit=False).plan

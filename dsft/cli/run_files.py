@@ -33,7 +33,7 @@ COUNTED_ROWS = 500
 def write_run_file(options: InitOptions) -> None:
     """Write the file. Raises UserError if the data cannot be read or have an unknown format, or FileExistsError."""
     path = Path(options.out)
-    problems: list[str] = []
+    problems = []
     sources = find_sources(options.data, TrainConfig(), key="data", problems=problems)
     raise_if_any(problems)
     shape = ""
@@ -111,7 +111,7 @@ def _held_out_share(source: Source, number: int) -> float:
 def convert_file(options: ConvertOptions) -> None:
     """Write the run.yaml. Raises UserError if the file cannot be read, FileExistsError if the output exists."""
     path = Path(options.out)
-    problems: list[str] = []
+    problems = []
     given = read_yaml(options.file, problems)
     raise_if_any([problem.removeprefix("--config ") for problem in problems])
     if not given:
@@ -151,7 +151,7 @@ def converted(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             remarks.append(f"{key}: left out; no counterpart")
         else:
             values[key] = value
-    problems: list[str] = []
+    problems = []
     make_config(TrainConfig, values, problems)
     remarks += [f"to do: {problem}" for problem in problems]
     return values, remarks

@@ -185,7 +185,7 @@ def measure_rank(*, output_dir: str, quick: bool) -> dict[str, Any]:
     if quick:
         return measured
 
-    def seconds_of(statement: str, **variables: Any) -> float:
+    def seconds_of(statement, **variables):
         timer = Timer(statement, globals=variables, num_threads=torch.get_num_threads())
         return timer.timeit(3).mean
 

@@ -322,7 +322,7 @@ class _Beat(threading.Thread):
         if now - self.stalled_since < COLLECT_SECONDS:
             return
 
-        def came_far(rank: int) -> tuple:
+        def came_far(rank):
             state = states[rank]
             is_silent = state["silent"] > COLLECT_SECONDS
             return state["step"], not is_silent, state["waits"], -state["idle"]

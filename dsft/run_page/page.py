@@ -17,7 +17,6 @@ import numpy
 import pandas
 import yaml
 from markupsafe import Markup
-from numpy.typing import ArrayLike
 
 from dsft.checkpoints.run_folder import METRICS, read_options_of_run, read_run, samples_in
 from dsft.errors import UserError
@@ -254,10 +253,10 @@ def draw(curves: list[Curve]) -> Markup:
     last, high = points.max(axis=0)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
 
-    def across(x: ArrayLike) -> Any:
+    def across(x):
         return numpy.interp(x, [first, last], [LEFT, WIDTH - RIGHT])
 
-    def up(y: ArrayLike) -> Any:
+    def up(y):
         return numpy.interp(y, [low - margin, high + margin], [HEIGHT - BOTTOM, TOP])
 
     lines = []

@@ -159,7 +159,7 @@ def stop_at_exit() -> None:
     """Leave the process group at the end of this program: threads that DeepSpeed keeps alive may abort it."""
     import torch.distributed as dist
 
-    def leave() -> None:
+    def leave():
         if dist.is_initialized():
             dist.destroy_process_group()
 

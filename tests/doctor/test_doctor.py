@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from dsft.cli.commands import DoctorOptions
 from dsft.cli.doctor import answers_of, examine
 from dsft.doctor.between import check_between, check_measured, check_node
 from dsft.doctor.node import node_facts, parse_gpus
@@ -107,14 +108,7 @@ def test_a_shell_that_greets_without_a_new_line_hides_no_answer():
 
 
 def test_this_machine_is_examined_with_two_ranks(tmp_path):
-    report = examine(
-        {"localhost": 2},
-        variables=None,
-        output_dir=str(tmp_path / "run"),
-        port=None,
-        master="",
-        quick=False,
-    )
+    report = examine(DoctorOptions(num_gpus=2), output_dir=str(tmp_path / "run"))
     assert not report.has_errors, report.findings
     assert sorted(each["rank"] for each in report.measured) == [0, 1]
     assert all(each["bytes_per_second"] > 0 and each["flops"] > 0 for each in report.measured)
@@ -127,8 +121,7 @@ def test_a_port_in_use_ends_the_examination_with_an_error():
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        nodes = {"localhost": 1}
-        report = examine(nodes, variables=None, output_dir="", port=port, master="", quick=True)
+        report = examine(DoctorOptions(num_gpus=1, master_port=port, quick=True), output_dir="")
     assert [each.code for each in report.findings if each.severity == "error"] == ["master-port-busy"]
     assert report.has_errors and str(port) in report.findings[0].message
 
