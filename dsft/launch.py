@@ -11,7 +11,6 @@ it reads the end of the job there, since DeepSpeed's exit code is 0 if its child
 import contextlib
 import ctypes
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -296,7 +295,10 @@ def _values(name: str, words: list[str], config: TrainConfig | EvalConfig) -> di
         values.pop("seq_len", None)
         if config.has_seq_len:
             values["seq_len"] = config.seq_len
-    return json.loads(json.dumps(values))  # lists in place of tuples and subclasses, for YAML
+    for key, value in values.items():
+        if isinstance(value, (list, tuple)):
+            values[key] = list(value)  # YAML has no tuples, nor classes of lists
+    return values
 
 
 def _finished_step(file: Path, values: dict[str, Any]) -> int | None:

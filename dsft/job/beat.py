@@ -81,15 +81,16 @@ class Cause:
 
 def is_consequence(error: str) -> bool:
     """Return whether another rank's exit probably caused this error, by its last line."""
-    lines = error.strip().splitlines()
-    return bool(lines and CONSEQUENCES.search(lines[-1]))
+    last_line = error.strip().rpartition("\n")[2]
+    return CONSEQUENCES.search(last_line) is not None
 
 
 def record_failure(file: Path, error: str, *, replaces: bool = False) -> None:
     """Record that a run has failed, if its run.json is here. A cause also `replaces` an earlier failure."""
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(file.read_text(encoding="utf-8"))
-        if content.get("status") == "running" or (replaces and content.get("status") == "failed"):
+        replaced = ("running", "failed") if replaces else ("running",)
+        if content.get("status") in replaced:
             write_json(file, content | {"status": "failed", "error": error})
 
 
@@ -386,7 +387,7 @@ class _Beat(threading.Thread):
                 self._print(line)
             if cause.traceback:
                 self._print(cause.traceback.rstrip())
-            if progress.log is not None:
+            if progress.log:
                 self._print(f"logs of all ranks, each on its node: {progress.log.parent}")
             if progress.run_file:
                 record_failure(progress.run_file, "\n".join(lines).replace("error: ", ""), replaces=True)
@@ -401,7 +402,7 @@ class _Beat(threading.Thread):
 
     def _write_log(self, cause: Cause) -> None:
         """Write the cause and the stacks of all threads to this rank's log."""
-        if progress.log is not None:
+        if progress.log:
             with contextlib.suppress(OSError), progress.log.open("a", encoding="utf-8") as file:
                 print(f"dsft: ended by: {cause.sentence()}", file=file, flush=True)
                 faulthandler.dump_traceback(file)
@@ -526,9 +527,9 @@ def _report_error(kind: type[BaseException], error: BaseException, trace: Any) -
     if progress.log:
         with contextlib.suppress(OSError), progress.log.open("a", encoding="utf-8") as file:
             file.write(text)
-    last_line = text.strip().splitlines()[-1]
+    last_line = text.strip().rpartition("\n")[2]
     with contextlib.suppress(RuntimeError):
-        if is_consequence(text):
+        if is_consequence(last_line):
             beat.fail(f"failed: {last_line}", is_later=True)
         else:
             beat.fail(f"failed: {last_line}", traceback=text[-LONGEST_TRACEBACK:])
