@@ -66,13 +66,11 @@ def _preview(data: "TrainingData", tokenizer: "PreTrainedTokenizerBase", *, samp
     """Print sequences as the model will see them, what is left out and why, and statistics."""
     import numpy as np
 
-    from dsft.data.epoch import sequences_in
-
     items = data.items
     is_packed = items.groups is not None
     num_shown = min(samples, len(items))
     for index in np.linspace(0, len(items) - 1, num_shown, dtype=int).tolist():
-        sequences = sequences_in([items[index]])
+        sequences = items[index]
         tokens = sum(len(sequence["input_ids"]) for sequence in sequences)
         trained = sum(int((sequence["labels"] != IGNORED).sum()) for sequence in sequences)
         of = f" of {len(sequences)} samples" if len(sequences) > 1 else ""

@@ -60,31 +60,18 @@ class _Answer:
     weight: float
 
 
-def render_chat(
-    chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules
-) -> tuple[list[Rendered], dict[str, str]]:
-    """Renders a chat, and finds its trained characters.
-
-    Returns:
-        (sequences: of the whole chat, or of its beginnings up to an answer; notes on the chat: rendered_apart,
-        unrendered, unprompted, empty_thinking -> why).
-
-    Raises:
-        ValueError: the template leaves out a part of the chat.
-        jinja2.TemplateError: the template raises.
-    """
-    renderer = _ChatRenderer(chat, tokenizer, rules)
-    return renderer.sequences(), renderer.notes
-
-
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
     """Returns the tokens of a chat in the tokenizer's template, with the generation prompt."""
-    taken = [*map(_forms(tokenizer, tokenizer.get_chat_template()).take, messages)]
+    forms = _forms(tokenizer, tokenizer.get_chat_template(), len(tokenizer))
+    taken = [*map(forms.take, messages)]
     return tokenizer.apply_chat_template(taken, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-class _ChatRenderer:
-    """Renders a chat up to each of its answers."""
+class ChatRenderer:
+    """Renders a chat up to each of its answers, and finds its trained characters.
+
+    Raises ValueError if the template leaves out a part of the chat, or any of TEMPLATE_ERRORS that it raises.
+    """
 
     def __init__(self, chat: Chat, tokenizer: PreTrainedTokenizerBase, rules: FormatRules):
         self.source = chat.messages
@@ -95,8 +82,8 @@ class _ChatRenderer:
         if rules.chat_date:  # transformers has no way to pass another date to a template
             day = date.fromisoformat(rules.chat_date)
             self.template = _DAY.sub(lambda match: json.dumps(day.strftime(match[1])), self.template)
-        self.forms = _forms(tokenizer, self.template)
-        self.notes: dict[str, str] = {}
+        self.forms = _forms(tokenizer, self.template, len(tokenizer))
+        self.notes: dict[str, str] = {}  # rendered_apart, unrendered, unprompted, empty_thinking -> why
         answers = [turn for turn, message in enumerate(self.source) if message["role"] == "assistant"]
         if rules.train_on == "last":
             answers = answers[-1:]
@@ -120,7 +107,7 @@ class _ChatRenderer:
         )[0]
 
     def sequences(self) -> list[Rendered]:
-        """Returns the sequences of all wanted answers."""
+        """Returns the sequences of all wanted answers: of the whole chat, or of its beginnings up to an answer."""
         self.check_messages()
         whole = Rendered(text=self.whole, spans=[])
         if self.rules.train_on == "all":
@@ -345,7 +332,6 @@ class _Forms:
     """The form of content that a template expects, found by rendering small messages, and its possible end tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str):
-        self.parts = False
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         longest_first = sorted(special | {*tokenizer.all_special_tokens}, key=len, reverse=True)
         pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
@@ -358,28 +344,24 @@ class _Forms:
             except TEMPLATE_ERRORS:
                 return ""
 
-        # Content as a list of parts, else as text.
         question = {"role": "user", "content": "question"}
         answer = {"role": "assistant", "content": "answer"}
-        parts = [
-            message | {"content": [{"type": "text", "text": message["content"]}]} for message in (question, answer)
-        ]
-        if "question" not in render(question, answer) and "question" in render(*parts):
-            self.parts = True
-            question, answer = parts
+        self.parts = True
+        in_parts = [self.take(question), self.take(answer)]
+        # Content as a list of parts, else as text.
+        self.parts = "question" not in render(question, answer) and "question" in render(*in_parts)
+        if self.parts:
+            question, answer = in_parts
         # Special tokens after an answer that appear only at the end of a chat (Phi-3: <|endoftext|>).
         text = render(question, answer)
         longer = render(question, answer, question)
-        alone, followed = (
-            self.special.findall(rendering, rendering.rfind("answer"))
-            for rendering in (text, longer[: longer.rfind("question")])
-        )
-        shared = 0
-        for mark, expected in zip(alone, followed, strict=False):
-            if mark != expected:
-                break
-            shared += 1
-        self.num_closing = len(alone) - shared if shared else 0
+        longer = longer[: longer.rfind("question")]
+        alone = self.special.findall(text, text.rfind("answer"))
+        followed = self.special.findall(longer, longer.rfind("answer"))
+        num_shared = 0
+        while num_shared < len(alone) and alone[: num_shared + 1] == followed[: num_shared + 1]:
+            num_shared += 1
+        self.num_closing = len(alone) - num_shared if num_shared else 0
 
     def take(self, message: Message) -> Message:
         """Returns a message in the form that the template expects."""
@@ -390,10 +372,6 @@ class _Forms:
 
 
 @functools.lru_cache(maxsize=32)
-def _forms_of(tokenizer: PreTrainedTokenizerBase, template: str, _num_tokens: int) -> _Forms:
-    return _Forms(tokenizer, template)
-
-
-def _forms(tokenizer: PreTrainedTokenizerBase, template: str) -> _Forms:
+def _forms(tokenizer: PreTrainedTokenizerBase, template: str, _num_tokens: int) -> _Forms:
     """Returns the forms of a template, found once per tokenizer and number of its tokens."""
-    return _forms_of(tokenizer, template, len(tokenizer))
+    return _Forms(tokenizer, template)

@@ -35,22 +35,17 @@ def sequence(ids: np.ndarray, trained: np.ndarray, weights: np.ndarray | None = 
     return {"input_ids": ids, "labels": labels} | ({} if weights is None else {"weights": np.array(weights)})
 
 
-def sequences_in(items: Iterable[Sequence | list[Sequence]]) -> list[Sequence]:
-    return [sequence for item in items for sequence in (item if isinstance(item, list) else [item])]
-
-
 @dataclass(eq=False, repr=False)
 class Sequences(torch.utils.data.Dataset):
-    """The items of an epoch: N sequences, read on access, or packed rows of them. An index beyond the last item returns
-    a blank one, which fills an epoch's last step.
+    """The items of an epoch, read on access: lists of one of the N sequences, or of those of a packed row. An index
+    beyond the last item returns a blank one, which fills an epoch's last step.
     """
 
     stores: list[Store]
     places: np.ndarray  # [N]: index in `stores`, in which the sequence is from `starts` [N] to `ends` [N]
     starts: np.ndarray
     ends: np.ndarray
-    groups: list[np.ndarray] | None = None
-    """Indices of the sequences of each packed row; None if each sequence is an item."""
+    groups: list[np.ndarray] | None = None  # indices of the sequences of each packed row; None if rows are not packed
 
     @property
     def lengths(self) -> np.ndarray:
@@ -71,20 +66,19 @@ class Sequences(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.places if self.groups is None else self.groups)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[list[Sequence]]:
         return (self[index] for index in range(len(self)))
 
-    def __getitem__(self, index: int) -> Sequence | list[Sequence]:
-        is_blank = index >= len(self)
-        if self.groups is None:
-            return BLANK if is_blank else self._read(index)
-        return [BLANK] if is_blank else [self._read(of_row) for of_row in self.groups[index]]
-
-    def _read(self, index: int) -> Sequence:
-        store = self.stores[self.places[index]]
-        span = slice(self.starts[index], self.ends[index])
-        weights = None if store.weights is None else store.weights[span]
-        return sequence(store.tokens[span], store.trained[span], weights)
+    def __getitem__(self, index: int) -> list[Sequence]:
+        if index >= len(self):
+            return [BLANK]
+        item = []
+        for number in [index] if self.groups is None else self.groups[index]:
+            store = self.stores[self.places[number]]
+            span = slice(self.starts[number], self.ends[number])
+            weights = None if store.weights is None else store.weights[span]
+            item.append(sequence(store.tokens[span], store.trained[span], weights))
+        return item
 
 
 def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> Sequences:
@@ -243,10 +237,10 @@ class EpochSampler(torch.utils.data.Sampler):
 
 @dataclass(eq=False)
 class Collator:
-    """Builds a batch from sequences, and returns this rank's share of it, [B, T / shared_by].
+    """Builds a batch from items, and returns this rank's share of it, [B, T / shared_by].
 
-    Each sequence, also of lists, is a row, padded on the right to the longest, rounded up to a multiple of 8. `packed`:
-    each list is a row of concatenated sequences; its padding is one more sequence.
+    Each sequence is a row, padded on the right to the longest, rounded up to a multiple of 8. `packed`: each item is a
+    row of concatenated sequences; its padding is one more sequence.
 
     Returns input_ids, and labels: -100 in padding, so the choice of the pad token does not change the loss. For the
     Trainer, not for the model: weights, if any sequence has them; num_tokens, [3]: tokens without padding and blank
@@ -271,8 +265,8 @@ class Collator:
     place: int = 0  # of this rank among the `shared_by` that share each batch
     shared_by: int = 1
 
-    def __call__(self, items: list[Sequence] | list[list[Sequence]]) -> dict[str, Any]:
-        groups = items if self.packed else [[each] for each in sequences_in(items)]
+    def __call__(self, items: list[list[Sequence]]) -> dict[str, Any]:
+        groups = items if self.packed else [[each] for item in items for each in item]
         lengths = [[len(each["input_ids"]) for each in group] for group in groups]
         filled = [sum(row) for row in lengths]
         width = padded_width(max(filled))
@@ -287,15 +281,15 @@ class Collator:
             end = 0
             for each in group:
                 start = end
-                end = end + len(each["input_ids"])
+                end += len(each["input_ids"])
                 for name in each.keys() & batch.keys():
                     batch[name][row, start:end] = torch.tensor(each[name])
                 batch["is_token"][row, start:end] = each is not BLANK
 
         if self.packed:
-            lengths = [
-                [*row, shape[1] - end] if end < shape[1] else row for row, end in zip(lengths, filled, strict=True)
-            ]
+            for row, end in zip(lengths, filled, strict=True):
+                if end < shape[1]:
+                    row.append(shape[1] - end)
             if self.flash:
                 flat = {name: each.view(1, -1) for name, each in batch.items()}
                 batch = flat | positions([*chain(*lengths)], flash=True)
@@ -304,17 +298,17 @@ class Collator:
         elif self.masked and min(filled) < shape[1]:
             batch["attention_mask"] = (torch.arange(shape[1]) < torch.tensor(filled)[:, None]).long()
 
-        shifted = ""
+        labels = "labels"
         if self.shared_by > 1:
-            shifted = "shift_"
-            rows = {}
-            if self.packed and not self.flash and "position_ids" in batch:
-                rows["row_positions"] = batch["position_ids"]
+            labels = "shift_labels"
+            whole = {}
+            if "position_ids" in batch and not self.flash:
+                whole["row_positions"] = batch["position_ids"]
             for name, last in (("labels", IGNORED), ("weights", 0)):
                 if name in batch:
                     batch[f"shift_{name}"] = next_tokens(batch.pop(name), last)
-            batch = share_of(batch, self.place, self.shared_by) | rows
+            batch = share_of(batch, self.place, self.shared_by) | whole
         is_token_BT = batch.pop("is_token")
-        is_trained_BT = batch[f"{shifted}labels"] != IGNORED
-        num_tokens = torch.stack([is_token_BT.sum(), is_trained_BT.sum(), torch.tensor(is_token_BT.numel())])
-        return batch | {"num_tokens": num_tokens}
+        num_trained = (batch[labels] != IGNORED).sum()
+        batch["num_tokens"] = torch.tensor([is_token_BT.sum(), num_trained, is_token_BT.numel()])
+        return batch

@@ -18,24 +18,23 @@ import yaml
 from dsft.config.options import DataFields
 from dsft.data.sources import HeldOut, Row, Source
 
+# Format -> the columns that identify it, tried in this order; then the text column, see `_needed_columns`.
 COLUMNS = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
     "prompt_completion": ("prompt", "completion"),
 }
-"""Format -> the columns that identify it, tried in this order; then the text column, see `_needed_columns`."""
+# Format -> part of a chat -> its columns, in the form of the option `columns` for other tables.
 CHAT_PARTS = {
     "messages": {"messages": ["messages"]},
     "sharegpt": {"messages": ["conversations"]},
     "alpaca": {"user": ["instruction", "input"], "assistant": ["output"], "history": ["history"]},
 }
-"""Format -> part of a chat -> its columns, in the form of the option `columns` for other tables."""
 PARTS = ("messages", "system", "history", "user", "assistant")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOL_COLUMNS = ("tools", "functions", "tool_defs", "available_tools")
-CHAT_COLUMNS = (*SYSTEM_COLUMNS, *TOOL_COLUMNS)
-"""Read beside the turns of every chat."""
+CHAT_COLUMNS = (*SYSTEM_COLUMNS, *TOOL_COLUMNS)  # read beside the turns of every chat
 TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns")
 USER_COLUMNS = ("question", "query", "instruction", "prompt", "problem", "input", "user")
 MORE_OF_USER = ("input", "context")
@@ -69,12 +68,12 @@ MESSAGE_KEYS = {
 }
 VERDICTS = ("kto_tag", "label")  # columns of KTO (LLaMA-Factory, TRL): false marks an answer to be avoided
 PICTURES = dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), "only text can be trained")
+# Column -> why a row with it is refused if its format does not read it.
 UNREADABLE = PICTURES | {
     "history": "earlier turns belong in the chat",
     "chat_template_kwargs": "every chat is rendered with the same arguments",
     **dict.fromkeys(CHAT_COLUMNS, "a text prompt has no place for it"),
 }
-"""Column -> why a row with it is refused if its format does not read it."""
 WAY_OUT = "take it out of the data, or name it in drop_keys, which ignores it"
 NOTHING = (None, "", [], {})
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["']role["']""")
@@ -173,7 +172,7 @@ def _needed_columns(name: str, config: DataFields | FormatRules) -> set[str]:
 
 def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     """Returns the rules of a source, from the options; its format is `data_format`, or follows from the columns of its
-    first rows. ValueError lists the present columns.
+    first rows. ValueError lists the present columns, and suggests the option that reads them.
     """
     present = list(dict.fromkeys(name for row in rows for name, value in row.values.items() if value is not None))
     name = config.data_format
@@ -188,13 +187,22 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
         if wrong:
             raise ValueError(f"columns={config.columns}: {' and '.join(wrong)} must name one column")
     if name == "auto":
-        name = _find_format(present, config)
+        needed_by = {each: _needed_columns(each, config) for each in (*COLUMNS, "text")}
+        found = [each for each in needed_by if needed_by[each] <= {*present}]
+        if not found:
+            formats = "; ".join(", ".join(sorted(needed)) for needed in needed_by.values())
+            example = suggest_columns(present) or {"user": "COLUMN", "assistant": "COLUMN"}
+            raise ValueError(
+                f"columns of no known format ({formats}); the columns are {', '.join(present)}. Add to the config for"
+                f" chats: {columns_line(example)} or for text: text_column: COLUMN"
+            )
+        name = found[0]
     needed = {*chain(*columns.values())} if columns else _needed_columns(name, config)
     if missing := needed.difference(*(row.values for row in rows)):
         option = {"template": "the template names", "columns": "columns names"}.get(name, f"data_format={name} needs")
         raise ValueError(f"{option} the column {', '.join(sorted(missing))}; the columns are {', '.join(present)}")
-    options = {option.name for option in fields(FormatRules)} & {option.name for option in fields(DataFields)}
-    values = {option: getattr(config, option) for option in options}
+    names = [option.name for option in fields(FormatRules)]
+    values = {option: getattr(config, option) for option in names if hasattr(config, option)}
     values["columns"] = columns or CHAT_PARTS.get(name, {})
     values["drop_keys"] = (*config.drop_keys, *getattr(config, "group_by", ()))
     is_pair = name == "prompt_completion"
@@ -206,20 +214,6 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     if rules.as_chat and not (is_pair or rules.prompt_template or rules.columns):
         raise ValueError("as_chat makes chats of prompts with completions, and the rows are text; use columns")
     return rules
-
-
-def _find_format(present: list[str], config: DataFields) -> str:
-    """Returns the format with these columns. The error for others suggests the option that reads them."""
-    needed = {name: _needed_columns(name, config) for name in (*COLUMNS, "text")}
-    for name in needed:
-        if needed[name] <= {*present}:
-            return name
-    formats = "; ".join(", ".join(sorted(columns)) for columns in needed.values())
-    columns = suggest_columns(present) or {"user": "COLUMN", "assistant": "COLUMN"}
-    raise ValueError(
-        f"columns of no known format ({formats}); the columns are {', '.join(present)}. Add to the config for chats:"
-        f" {columns_line(columns)} or for text: text_column: COLUMN"
-    )
 
 
 def suggest_columns(present: Iterable[str]) -> dict[str, Any]:
@@ -377,12 +371,6 @@ def _cell(row: dict[str, Any], name: str) -> str:
 # Chats
 
 
-def _system(row: dict[str, Any], rules: FormatRules) -> str:
-    """Reads the column of the system message; empty if there is none."""
-    names = [name for name in rules.columns.get("system", SYSTEM_COLUMNS) if row.get(name)]
-    return _column(row, names[0]) if names else ""
-
-
 def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: int = 0) -> Chat:
     """Returns a chat from messages of any supported shape and the row's other columns. Args: `num_given`: messages of a
     prompt, which are not trained.
@@ -433,7 +421,11 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: 
         )
     if not any(message["role"] == "assistant" and message.get("weight", 1) for message in chat):
         raise EmptyAnswer("no turn of an assistant, or each has weight 0")
-    system = _system(row, rules)
+    system = ""
+    for name in rules.columns.get("system", SYSTEM_COLUMNS):
+        if row.get(name):
+            system = _column(row, name)
+            break
     if system and chat[0]["role"] != "system":
         chat.insert(0, {"role": "system", "content": system})
     elif system and chat[0]["content"] != system:

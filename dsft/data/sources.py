@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import groupby
 from os.path import getsize
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -30,17 +29,16 @@ from dsft.errors import UserError, one_line
 
 ENDINGS = (".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}  # of file extensions
+# Word in the name of a file or folder -> its split, as in `datasets` (data_files.py, SPLIT_KEYWORDS).
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Word in the name of a file or folder -> its split, as in `datasets` (data_files.py, SPLIT_KEYWORDS)."""
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # further extension of text files -> pyarrow's name
 PACKED = (".xz", ".zip", ".lz4", ".7z")  # extensions that are not read: refused, not skipped
 ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # `datasets.save_to_disk` writes them beside rows
-LONGEST_TEXT = 1 << 30
-"""Bytes of a text file, which is one document and one call of the tokenizer."""
+LONGEST_TEXT = 1 << 30  # bytes of a text file, which is one document and one call of the tokenizer
 WHITE_SPACE = re.compile(r"\s")
 NEAR_CUT = 1000  # characters after a cut in which white space is searched
 BATCH_ROWS = 1000
@@ -70,20 +68,19 @@ class Batch(NamedTuple):
 def batched(rows: Iterable[Row]) -> Iterator[Batch]:
     """Groups rows into batches, in order."""
     first = 0
-    for _, of_place in groupby(rows, key=lambda row: row.place):
-        batch: list[Row] = []
-        size = 0
-        for row in of_place:
-            batch.append(row)
-            size += len(str(row.values))
-            if len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS:
-                yield Batch(batch, first)
-                first += len(batch)
-                batch = []
-                size = 0
-        if batch:
+    size = 0
+    batch: list[Row] = []
+    for row in rows:
+        is_full = len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS
+        if batch and (is_full or row.place != batch[0].place):
             yield Batch(batch, first)
             first += len(batch)
+            size = 0
+            batch = []
+        batch.append(row)
+        size += len(str(row.values))
+    if batch:
+        yield Batch(batch, first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,21 +120,18 @@ class Source:
     def rows(self) -> Iterator[Row]:
         """Yields all rows in order; UserError names the file and line, or the data set, that cannot be read."""
         for place in self.files or self.hub[:1]:
-            for row in self._rows_of(place):
+            if self.hub:
+                numbered = enumerate(_load_from_hub(*self.hub), start=1)
+                rows = (Row(values, number) for number, values in numbered)
+            else:
+                rows = read_file(place)
+            for row in rows:
                 row = row._replace(place=place)
+                if ending(place) == ".txt":
+                    row = row._replace(values={self.text_column: row.values["text"]})
                 if self.map_row:
                     row = row._replace(values=user_code.mapped(self.map_row, row.values, row.where))
                 yield row
-
-    def _rows_of(self, place: str) -> Iterator[Row]:
-        if self.hub:
-            for number, values in enumerate(_load_from_hub(*self.hub), start=1):
-                yield Row(dict(values), number)
-        elif ending(place) == ".txt":
-            for row in read_file(place):
-                yield Row({self.text_column: row.values["text"]})
-        else:
-            yield from read_file(place)
 
     def first_rows(self) -> list[Row]:
         """Returns the rows of the first batch."""
@@ -204,10 +198,10 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, problems: 
             problems.append(f"{key}: {error}")
             continue
         of_split = files
-        splits = _splits_of(files)
-        if len(set(splits)) > 1:
+        split_of = {file: _split_of(file, files) for file in files}
+        if len({*split_of.values()}) > 1:
             wanted = {part.partition("[")[0] for part in split.split("+")}
-            of_split = [file for file, its_split in zip(files, splits, strict=True) if its_split in wanted]
+            of_split = [file for file in files if split_of[file] in wanted]
         others = [file.name for file in files if file not in of_split]
         if others and not of_split:
             names = ", ".join(others)
@@ -245,7 +239,8 @@ def _find_files(entry: str) -> list[Path]:
     files = [file for file in files if not file.is_dir()]
     if not files and path.is_dir():
         raise ValueError(f"the folder {entry} contains no {kinds} file")
-    if not files and is_path(entry):
+    has_folders = entry.startswith((".", "~", "/")) or entry.partition(":")[0].count("/") > 1
+    if not files and (ending(entry) or has_folders or "*" in entry):
         raise ValueError(f"{entry} does not exist (working directory: {Path.cwd()})")
     for file in files:
         if not file.exists():
@@ -255,34 +250,23 @@ def _find_files(entry: str) -> list[Path]:
     return files
 
 
-def _splits_of(files: list[Path]) -> list[str]:
-    """Returns the split of each file of a folder or glob: that of the last such word in its path, without the part
-    common to all files; by default train.
+def _split_of(file: Path, files: list[Path]) -> str:
+    """Returns the split of one of `files`, of a folder or glob: that of the last such word in its path, without the
+    part common to all; by default train.
     """
-    splits = []
-    common = len(os.path.commonpath(files)) if files else 0
-    for file in files:
-        words = re.split(r"[-._ 0-9/]+", str(file)[common:].lower())
-        splits.append(next((SPLITS[word] for word in reversed(words) if word in SPLITS), "train"))
-    return splits
+    words = re.split(r"[-._ 0-9/]+", str(file)[len(os.path.commonpath(files)) :].lower())
+    return next((SPLITS[word] for word in reversed(words) if word in SPLITS), "train")
 
 
 def ending(path: str | Path) -> str:
     """Returns .jsonl for a.jsonl and for a.jsonl.gz; "" for extensions that are not in ENDINGS."""
-    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
-    is_compressed = bool(suffixes) and suffixes[-1] in COMPRESSED
-    if is_compressed:
-        suffixes.pop()
-    suffix = OTHER_NAMES.get(suffixes[-1], suffixes[-1]) if suffixes else ""
+    path = Path(str(path).lower())
+    is_compressed = path.suffix in COMPRESSED
+    suffix = Path(path.stem).suffix if is_compressed else path.suffix
+    suffix = OTHER_NAMES.get(suffix, suffix)
     if suffix not in ENDINGS or (is_compressed and suffix in (".parquet", ".arrow")):
         return ""
     return suffix
-
-
-def is_path(entry: str) -> bool:
-    """Returns whether `entry`, at which there is no file, must be a path and not a name on the hub."""
-    has_folders = entry.startswith((".", "~", "/")) or entry.partition(":")[0].count("/") > 1
-    return bool(ending(entry)) or has_folders or "*" in entry
 
 
 @functools.cache

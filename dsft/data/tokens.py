@@ -39,7 +39,7 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from dsft.config.options import DataFields
-from dsft.data.chats import TEMPLATE_ERRORS, Rendered, Spans, render_chat
+from dsft.data.chats import TEMPLATE_ERRORS, ChatRenderer, Rendered, Spans
 from dsft.data.formats import Chat, EmptyAnswer, FormatRules, FormattedSource, Pair, Text, canonical, format_rules
 from dsft.data.sources import Batch, Row, batched
 from dsft.errors import UserError, limited_time, one_line
@@ -84,10 +84,10 @@ class Tokens:
     counts: Counter  # of rows and sequences; the keys are COUNTS
     first: dict[str, str] = field(default_factory=dict)
     """Key of `counts` -> place of the first such row, and why it is counted."""
+    # [R], of the texts, in an evaluation; empty in training.
     documents: dict[str, np.ndarray] = field(
         default_factory=lambda: {name: np.zeros(0, dtype) for name, dtype in DOCUMENT_COLUMNS.items()}
     )
-    """[R], of the texts, in an evaluation; empty in training."""
 
     @property
     def trained(self) -> np.ndarray:
@@ -124,13 +124,14 @@ def tokenise_samples(builder: "TokensBuilder", tokenizer: PreTrainedTokenizerBas
             case Chat():  # in the tokenizer's template
                 try:
                     with limited_time("the chat template"):
-                        rendered, notes = render_chat(sample, tokenizer, rules)
+                        renderer = ChatRenderer(sample, tokenizer, rules)
+                        rendered = renderer.sequences()
                     sequences = [_encode_rendered(each, tokenizer) for each in rendered]
                 except TEMPLATE_ERRORS as error:
                     kind = "" if isinstance(error, ValueError) else "the chat template raised: "
                     builder.drop_bad(f"{kind}{one_line(error)}")
                     continue
-                for name, why in notes.items():
+                for name, why in renderer.notes.items():
                     builder.note(name, why, len(sequences) - 1 if name == "rendered_apart" else 1)
                 for ids, spans in sequences:
                     builder.add(ids, spans)
@@ -182,10 +183,9 @@ class TokensBuilder:
         if left_out := len(rows) - len(self.read_rows):
             self.counts["left_out_by_map_row"] = left_out
         self.first: dict[str, str] = {}
-        self.size = 0
         self.ids: list[np.ndarray] = []
         self.weights: list[np.ndarray] = []  # float32, factors of the tokens' loss
-        self.ends: list[int] = []
+        self.ends = [0]  # then the end of each sequence
         self.row_ends: list[int] = []
         self.place = ""  # of the current row
         self.is_too_long = False  # whether the current row has a sequence that is too long
@@ -209,7 +209,7 @@ class TokensBuilder:
             self.place = row.where()
             self.is_too_long = False
             yield sample
-            self.row_ends.append(self.size)
+            self.row_ends.append(self.ends[-1])
             self.are_too_long.append(self.is_too_long)
 
     def note(self, name: str, why: str, number: int = 1) -> None:
@@ -259,15 +259,14 @@ class TokensBuilder:
     def put(self, ids: np.ndarray, weights: np.ndarray) -> None:
         self.ids.append(ids)
         self.weights.append(weights)
-        self.size += len(ids)
-        self.ends.append(self.size)
+        self.ends.append(self.ends[-1] + len(ids))
 
     def tokens(self) -> Tokens:
         """Returns the collected sequences."""
         return Tokens(
             ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
             weights=np.concatenate([np.zeros(0, np.float32), *self.weights]),
-            ends=np.array(self.ends, np.int64),
+            ends=np.array(self.ends[1:], np.int64),
             row_ends=np.array(self.row_ends, np.int64),
             counts=self.counts,
             first=self.first,
@@ -308,14 +307,13 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     call = {"type": "function", "id": "call00001", "function": {"name": "look_up", "arguments": {"word": "it"}}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": "found", "name": "look_up", "tool_call_id": "call00001"}
-    chats = [[ask, answer], [ask, answer, ask, answer], [ask, calling], [ask, calling, result, answer]]
     place = {"type": "object", "properties": {"word": {"type": "string", "description": "a word"}}}
     tool = {"type": "function", "function": {"name": "look_up", "description": "looks up", "parameters": place}}
-    rows = []
-    for messages in chats:
-        rows.append(Row({"messages": messages, "tools": [tool] if calling in messages else []}))
-        if calling in messages:  # for a template without tools, which a system message describes
-            rows.append(Row({"messages": [{"role": "system", "content": "look_up(word)"}, *messages]}))
+    in_words = {"role": "system", "content": "look_up(word)"}  # for a template without tools
+    rows = [Row({"messages": [ask, answer]}), Row({"messages": [ask, answer, ask, answer]})]
+    for messages in ([ask, calling], [ask, calling, result, answer]):
+        rows.append(Row({"messages": messages, "tools": [tool]}))
+        rows.append(Row({"messages": [in_words, *messages]}))
     # A template without tools cannot render calls: such chats are dropped.
     rules = format_rules(rows, DataFields(bad_rows="drop", seq_len=1 << 20))
     tokens = tokenise(rows, rules, tokenizer)
@@ -517,57 +515,46 @@ def prepare(
     place = cache / fingerprint(data, tokenizer, preparation)
     if (place / FACTS).is_file():
         return Store(place)
+    source = data.source
+    rules = data.rules
+    is_chat = rules.form is Chat
+    name = "held-out rows" if data.held_out and data.held_out.wanted else source.key
+    workers = 1
+    if is_chat and source.size_bytes >= WORKERS_FROM_BYTES:
+        workers = max(1, min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES))
+
+    def parts() -> Iterator[Tokens]:
+        batches = batched(preparation.rows(data.rows(), rules))
+        tokenise_batch = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
+        with progress_bar(is_shown=show_progress, desc=f"Preparing {name}", unit=" tokens", unit_scale=True) as bar:
+            for tokens in _tokenised(batches, tokenise_batch, workers=workers):
+                yield tokens
+                watchdog.heartbeat()
+                bar.update(len(tokens.ids))
+
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place.with_name(f"{place.name}.lock"), fallback_to_soft=False)  # a soft one outlives a kill
         with lock.acquire(cancel_check=watchdog.heartbeat):  # no time limit: another process may be preparing
             if not (place / FACTS).is_file():
-                _write(data, tokenizer, place, preparation, show_progress)
+                write_store(
+                    place,
+                    parts(),
+                    source=source.name,
+                    is_text=rules.is_text,
+                    largest_id=max(tokenizer.get_vocab().values()),
+                    has_weights=is_chat,
+                )
     except (OSError, NotImplementedError) as error:
         raise UserError(f"data_cache: {cache}: {one_line(error)}; free some space or name another folder") from None
-    # glibc keeps most freed memory, gigabytes after a text of 50 MB; other C libraries have no such function.
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
-    return Store(place)
-
-
-def _write(
-    data: FormattedSource,
-    tokenizer: PreTrainedTokenizerBase,
-    place: Path,
-    preparation: Preparation,
-    show_progress: bool,
-) -> None:
-    source = data.source
-    rules = data.rules
-    name = "held-out rows" if data.held_out and data.held_out.wanted else source.key
-    workers = 1
-    if rules.form is Chat and source.size_bytes >= WORKERS_FROM_BYTES:
-        workers = max(1, min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES))
-    bar = progress_bar(is_shown=show_progress, desc=f"Preparing {name}", unit=" tokens", unit_scale=True)
-    batches = batched(preparation.rows(data.rows(), rules))
-    tokenise_batch = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
-
-    def shown_parts() -> Iterator[Tokens]:
-        for tokens in _tokenised(batches, tokenise_batch, workers=workers):
-            yield tokens
-            watchdog.heartbeat()
-            bar.update(len(tokens.ids))
-
-    try:
-        with bar:
-            write_store(
-                place,
-                shown_parts(),
-                source=source.name,
-                is_text=rules.is_text,
-                largest_id=max(tokenizer.get_vocab().values()),
-                has_weights=rules.form is Chat,
-            )
     except (RuntimeError, UserError) as error:  # torch raises it wherever this process is, also while it reads a row
         if "DataLoader worker (pid" not in str(error):
             raise
         raise UserError(f"a process that tokenised ended ({one_line(error)}); was it out of memory?") from None
+    # glibc keeps most freed memory, gigabytes after a text of 50 MB; other C libraries have no such function.
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+    return Store(place)
 
 
 def _tokenised(

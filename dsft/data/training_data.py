@@ -27,6 +27,7 @@ from dsft.runtime import distributed
 from dsft.runtime.distributed import SAME_FILES, require_agreement
 from dsft.units import IGNORED, Batch
 
+# Count of a store -> how these rows differ from the data.
 ROW_NOTES = {
     "dropped_bad": "rows left out as bad",
     "weighted_tokens": "trained tokens with weights other than 1, by which their loss is multiplied (weighted_loss);"
@@ -39,7 +40,6 @@ ROW_NOTES = {
     "empty_thinking": "chats with answers without reasoning, for which the chat template renders an empty think block;"
     " it is not trained (train_thinking: all does)",
 }
-"""Count of a store -> how these rows differ from the data."""
 UNUSED_TEMPLATE = (
     "the tokenizer has a chat template, but rows do not use it: a chat server prompts the model in another"
     " form than it is trained in. columns or as_chat: true makes chats of rows; dsft chat --raw continues text"
@@ -110,7 +110,7 @@ def sample_prompts(
     usable = np.flatnonzero(held_out.lengths > 1) if held_out else np.zeros(0, np.int64)
     number = min(config.generate_samples, len(usable))
     for index in usable[np.linspace(0, len(usable) - 1, number).astype(int)]:
-        sequence = held_out[index]
+        (sequence,) = held_out[index]
         first = int(np.argmax(sequence["labels"] != IGNORED))
         if first <= 1:  # a text is trained whole
             first = min(LONGEST_BEGINNING, len(sequence["labels"]) // 2)
@@ -185,7 +185,8 @@ def load_training_data(
         masked: whether padded batches have an attention mask.
         place, shared_by: of this rank among those that share every batch.
     """
-    notes = notes_on_unread([*data, *held_out])
+    notes = []  # facts that the user may not expect
+    unread = notes_on_unread([*data, *held_out])
     if config.eval_fraction and not config.eval_data:
         share = HeldOut(fraction=config.eval_fraction, seed=shuffle_seed(config.training), wanted=True)
         held_out = [replace(each, held_out=share) for each in data]
@@ -222,6 +223,21 @@ def load_training_data(
         items = replace(items, groups=best_fit(lengths, config.seq_len))
         counts["packed_rows"] = len(items)
         counts["fill_rate"] = round(float(lengths.sum() / (len(items) * config.seq_len)), 4)
+    are_chats = bool(tokenizer.chat_template) and all(each.rules.form is Chat for each in data)
+    if tokenizer.eos_token_id is None and not are_chats:
+        notes.append(
+            f"the tokenizer {tokenizer.name_or_path} has no end token: the model will not stop by itself; add one to"
+            " its files (tokenizer.eos_token = ..., save_pretrained)"
+        )
+    if tokenizer.chat_template and not are_chats:
+        notes.append(UNUSED_TEMPLATE)
+    for store in stores:
+        for name, text in ROW_NOTES.items():
+            number = store.counts[name]
+            if number:
+                first = store.facts["first"].get(name)
+                first = f"; the first: {first}" if first else ""
+                notes.append(f"{store.facts['source']}: {number:,} {text}{first}")
     # Nodes without a common cache have prepared separately, and their files may differ. Collective.
     distributed.wait_long("prepared")
     hashes = [store.facts["tokens_hash"] for store in [*stores, *held_out_stores]]
@@ -241,37 +257,12 @@ def load_training_data(
         held_out=held_out_sequences,
         counts=counts,
         held_out_counts=held_out_counts,
-        uses_chat_template=_are_chats(data, tokenizer),
+        uses_chat_template=are_chats,
         prompts=sample_prompts(config, data, tokenizer, held_out_sequences),
         held_out_sets=tuple(config.held_out_names),
         strategy=strategy,
-        notes=_notes(data, tokenizer, stores) + notes,
+        notes=notes + unread,
     )
-
-
-def _notes(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase, stores: list[Store]) -> list[str]:
-    """Lists facts about the data that the user may not expect."""
-    notes = []
-    are_chats = _are_chats(data, tokenizer)
-    if tokenizer.eos_token_id is None and not are_chats:
-        notes.append(
-            f"the tokenizer {tokenizer.name_or_path} has no end token: the model will not stop by itself; add one to"
-            " its files (tokenizer.eos_token = ..., save_pretrained)"
-        )
-    if tokenizer.chat_template and not are_chats:
-        notes.append(UNUSED_TEMPLATE)
-    for store in stores:
-        for name, text in ROW_NOTES.items():
-            number = store.counts[name]
-            if number:
-                first = store.facts["first"].get(name)
-                first = f"; the first: {first}" if first else ""
-                notes.append(f"{store.facts['source']}: {number:,} {text}{first}")
-    return notes
-
-
-def _are_chats(data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase) -> bool:
-    return bool(tokenizer.chat_template) and all(each.rules.form is Chat for each in data)
 
 
 def notes_on_unread(data: Iterable[FormattedSource]) -> list[str]:

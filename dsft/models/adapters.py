@@ -29,7 +29,6 @@ from dsft.units import plural
 ALL_LINEAR = "all-linear"
 MAMBA_TYPES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Values of `model_type` for which peft refuses to adapt out_proj: Mamba's kernel reads its weight."""
-LINEAR = (nn.Linear, Conv1D)
 ADAPTER_TYPES = frozenset(
     (
         *("BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING"),
@@ -40,6 +39,7 @@ ADAPTER_TYPES = frozenset(
 """Types of saved adapters that are scored, merged and trained further. A merge by peft computes the same as base and
 adapter (each in tests/checkpoints/test_export_adapters.py).
 """
+# Fields of LoRA that dsft plans, evaluates and merges.
 LORA_FIELDS = frozenset(
     (
         *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "rank_pattern"),
@@ -48,9 +48,7 @@ LORA_FIELDS = frozenset(
         *("trainable_token_indices", "target_parameters", "lora_bias", "ensure_weight_tying"),
     )
 )
-"""Fields of LoRA that dsft plans, evaluates and merges."""
-QLORA_STARTS = (True, False, "gaussian", "orthogonal")
-"""Values of `init_lora_weights` that need no weights of the base."""
+QLORA_STARTS = (True, False, "gaussian", "orthogonal")  # values of `init_lora_weights` that need no weights of the base
 LORA_STARTS = (*QLORA_STARTS, "mica", "pissa", "olora")
 """Others need the data, or change the base in a way that cannot be reproduced from the saved adapter. peft repeats the
 last two each time it loads the adapter.
@@ -60,8 +58,7 @@ TOKEN_FIELDS = ("trainable_token_indices", "token_indices")
 ROWS_MULTIPLE = 64
 """A grown vocabulary is padded to a multiple of this: products of other widths take a GPU up to a third longer."""
 WRAPPERS = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
-LORA_PLUS = r"\.lora_(embedding_)?B\."
-"""The matrices that start at zero (arXiv 2402.12354)."""
+LORA_PLUS = r"\.lora_(embedding_)?B\."  # the matrices that start at zero (arXiv 2402.12354)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -96,10 +93,9 @@ def adapted_for_a_look(model: PreTrainedModel, adapters: PeftConfig) -> PeftMode
     """Returns `model` with adapters, to be measured or tried, not trained: without peft's warnings, and with a copy of
     `adapters`, into which peft writes the targets that it found.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with limited_time("a regular expression of the adapter, such as target_modules,"):
-            return get_peft_model(model, copy.deepcopy(adapters))
+    doing = "a regular expression of the adapter, such as target_modules,"
+    with warnings.catch_warnings(action="ignore"), limited_time(doing):
+        return get_peft_model(model, copy.deepcopy(adapters))
 
 
 def gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: int) -> torch.Tensor:
@@ -173,8 +169,7 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
         # With tied weights peft trains the head's rows with the embedding's; it reads this from the model's config.
         is_tied = getattr(model.config, "tie_word_embeddings", False)
         fields["trainable_token_indices"] = {end: [*rows] for end in [*_ends(model)][: 1 if is_tied else 2]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return LoraConfig(
             task_type="CAUSAL_LM",
             r=options.lora_r,
@@ -249,7 +244,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
     layers = []
     linear = set()
     for name, module in modules.items():
-        if isinstance(module, (*LINEAR, nn.Embedding)) and not f"{name}.".startswith(left_out):
+        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)) and not f"{name}.".startswith(left_out):
             layers.append(name)
             linear.add(name.rpartition(".")[2])
     for option, names in (("lora_target_modules", layers), ("lora_modules_to_save", modules)):
@@ -406,6 +401,6 @@ def rate_factors(model: nn.Module, rates: Mapping[str, float]) -> dict[nn.Parame
     """Maps each trained parameter to its factor of the learning rate."""
     factors = {}
     for parameter, aliases in _names(model).items():
-        matching = [factor for pattern, factor in rates.items() if _is_found([pattern], aliases)]
-        factors[parameter] = matching[0] if matching else 1.0
+        matching = (factor for pattern, factor in rates.items() if _is_found([pattern], aliases))
+        factors[parameter] = next(matching, 1.0)
     return factors

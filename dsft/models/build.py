@@ -136,7 +136,7 @@ def build_model(
                 options["device_map"] = {"": distributed.device()}
             model = load_weights(config.model, revision=config.revision, **options)
             is_unpacked = (load_config or quantization) and not getattr(model, "is_quantized", False)
-            if is_unpacked and method != "qlora":
+            if is_unpacked:
                 cast_weights(model, compute_dtype)
         if method == "qlora":
             from peft import prepare_model_for_kbit_training
@@ -216,8 +216,16 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     state: dict[str, torch.Tensor] = {}  # on rank 0 alone: one copy in host memory, not one per rank
 
     def read() -> set[str]:
+        saved = step_folder(folder)
         try:
-            state.update(_zero_state(checkpoint, step_folder(folder)))
+            if any(saved.glob(OPTIMIZER_FILES)):
+                from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+                ZeroShards(saved)  # its error names the file that cannot be read, or the missing rank
+                with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines
+                    state.update(get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name))
+            else:  # ZeRO 0 keeps the weights whole
+                state.update(load_pickle(next(saved.glob(MODEL_FILES)))["module"])
         except (OSError, MemoryError, RuntimeError, AssertionError, ValueError, KeyError) as error:  # from DeepSpeed
             raise UserError(f"model={folder}: its shards cannot be read ({one_line(error)})") from error
         return {*state}
@@ -240,7 +248,22 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     if missing := sorted({*wanted} - names):
         raise UserError(f"model={folder}: {_tensors(missing, 'of the model missing from its shards')}")
     tensors = model.state_dict(keep_vars=True)
-    distributed.on_rank_0(partial(_check_shard_names, folder, tensors, state))
+
+    def check_places() -> None:
+        lost = [*(names - tensors.keys())]
+        first_names: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            first = first_names.setdefault(id(tensor), name)
+            is_saved_twice = first != name and {first, name} <= names  # although tied
+            if is_saved_twice and not torch.equal(state[name], state[first]):
+                lost.append(name)
+        if lost:
+            raise UserError(
+                f"model={folder}: {_tensors(lost, NO_PLACE)}; if this is the head, set tie_word_embeddings to false in"
+                " its config.json"
+            )
+
+    distributed.on_rank_0(check_places)
     wanted += [name for name, _ in model.named_buffers() if name in names]
     with torch.no_grad():
         for name in wanted:
@@ -252,34 +275,6 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
             if not hasattr(tensor, "ds_id"):
                 distributed.copy_from_rank_0(tensor)
     return model
-
-
-def _zero_state(checkpoint: Path, saved: Path) -> dict[str, torch.Tensor]:
-    """Returns all weights that DeepSpeed saved in a checkpoint's folder `saved`, by name."""
-    if not any(saved.glob(OPTIMIZER_FILES)):  # ZeRO 0 keeps the weights whole
-        return load_pickle(next(saved.glob(MODEL_FILES)))["module"]
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    ZeroShards(saved)  # its error names the file that cannot be read, or the missing rank
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints a dozen lines
-        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name)
-
-
-def _check_shard_names(folder: Path, tensors: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
-    """Raises UserError if a tensor of DeepSpeed's shards is not one of the model's `tensors`, or is tied to one with
-    other values.
-    """
-    first_names: dict[int, str] = {}
-    lost = [*(state.keys() - tensors.keys())]
-    for name, tensor in tensors.items():
-        first = first_names.setdefault(id(tensor), name)
-        if first != name and {first, name} <= state.keys() and not torch.equal(state[name], state[first]):
-            lost.append(name)
-    if lost:
-        raise UserError(
-            f"model={folder}: {_tensors(lost, NO_PLACE)}; if this is the head, set tie_word_embeddings to false in"
-            " its config.json"
-        )
 
 
 def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = None) -> list[str]:
@@ -401,8 +396,7 @@ def _check_adapter(
     base = empty_model(config, trust_remote_code=trust_remote_code)
     peft_config = grow_for(base, adapter)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             model = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
             state = model.state_dict(keep_vars=True)
             result = set_peft_model_state_dict(model, tensors)

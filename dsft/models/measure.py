@@ -58,50 +58,35 @@ USUAL_MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("u
 class ModelSize:
     """Exact counts from the architecture; nothing is estimated."""
 
-    model_type: str
-    """transformers' name of the (text) architecture: "llama", "gemma3_text" ..."""
-    num_params: int
-    """All parameters, tied weights once, adapters included."""
-    num_trainable: int
-    """Parameters that get gradients: those of `saved_params` that patterns select."""
+    model_type: str  # transformers' name of the (text) architecture: "llama", "gemma3_text"
+    num_params: int  # all parameters, tied weights once, adapters included
+    num_trainable: int  # parameters that get gradients: those of `saved_params` that patterns select
     saved_params: int
     """Parameters that are saved as the model: all, or the adapters' and modules_to_save's, trained or not."""
-    embedding_params: int
-    """Of the input embedding; a tied head is the same weight."""
-    head_params: int
-    """Of the output head; 0 if it is tied."""
-    expert_params: int
-    """Of all routed experts together, which no linear layer contains."""
+    embedding_params: int  # of the input embedding; a tied head is the same weight
+    head_params: int  # of the output head; 0 if it is tied
+    expert_params: int  # of all routed experts together, which no linear layer contains
     active_params: int
     """Parameters that one token is multiplied with: all except the embedding table (a tied head counts) and the experts
     it is not routed to.
     """
-    active_expert_params: int
-    """Of these, the parameters of routed experts."""
-    looped_experts: int
-    """Routed experts of all layers that a Python loop computes, without grouped products."""
-    num_modules: int
-    """Modules that directly contain parameters, adapters included: ZeRO-3 hooks each of them."""
+    active_expert_params: int  # of these, the parameters of routed experts
+    looped_experts: int  # routed experts of all layers that a Python loop computes, without grouped products
+    num_modules: int  # modules that directly contain parameters, adapters included: ZeRO-3 hooks each of them
     other_params: int
     """Of a multimodal package's other parts, which are loaded and frozen, and which text does not reach."""
-    largest_gathered_params: int
-    """Of the module that directly contains the most: ZeRO-3 gathers at least these at once."""
-    numels: tuple[tuple[int, int], ...]
-    """(number of elements, number of parameters with so many), adapters included."""
+    largest_gathered_params: int  # of the module that directly contains the most: ZeRO-3 gathers at least these at once
+    numels: tuple[tuple[int, int], ...]  # (number of elements, number of parameters with so many), adapters included
     trainable_numels: tuple[tuple[int, int], ...]
     num_layers: int
     hidden_size: int
-    ffn_size: int
-    """Width of the feed-forward layer that one token passes (active experts together)."""
-    kv_size: int
-    """num_key_value_heads x head_dim."""
+    ffn_size: int  # width of the feed-forward layer that one token passes (active experts together)
+    kv_size: int  # num_key_value_heads x head_dim
     num_heads: int
     head_dim: int
     vocab_size: int
-    max_positions: int | None
-    """Longest sequence that the model has positions for; None if there is no limit."""
-    lora_r: int
-    """Rank of the adapters (the option's, for a type without one); 0 in full finetuning."""
+    max_positions: int | None  # longest sequence that the model has positions for; None if there is no limit
+    lora_r: int  # rank of the adapters (the option's, for a type without one); 0 in full finetuning
     quantization: Quantization | None
     """Format of an adapter's base (qlora's, or the one on disk) or of a scored model; None for plain weights."""
 

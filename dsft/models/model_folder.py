@@ -17,8 +17,7 @@ from dsft.errors import UserError, nearest, one_line
 
 NO_GGUF = "GGUF is a format for inference; take the model that it was made from, or unpack it: dsft export FILE FOLDER"
 OPTIMIZER_FILES = "*_optim_states.pt"
-MODEL_FILES = "*_model_states.pt"
-"""Files that DeepSpeed writes into a `global_step` folder."""
+MODEL_FILES = "*_model_states.pt"  # files that DeepSpeed writes into a `global_step` folder
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"
 PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}

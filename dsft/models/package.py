@@ -11,7 +11,6 @@ scored), or already on disk: a GGUF file, or the `quant_method` in a model's con
 
 import copy
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -33,17 +32,17 @@ from transformers.quantizers.auto import AutoQuantizationConfig, get_hf_quantize
 
 from dsft.errors import UserError, one_line
 
+# In the order in which they are tried.
 AUTO_CLASSES = (
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
     (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
     (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
 )
-"""In the order in which they are tried."""
+# Image parts inside a decoder, by model_type: no text token passes through them.
 UNREACHED = {
     "git": ("git.image_encoder.", "git.visual_projection."),
     "phi4_multimodal": ("model.embed_tokens_extend.",),
 }
-"""Image parts inside a decoder, by model_type: no text token passes through them."""
 WITHOUT_GRADIENT = ("MllamaCrossAttentionDecoderLayer", "Indexer")
 """Classes of modules that are skipped without an image, or select keys outside the autograd graph (DeepSeek-V3.2)."""
 
@@ -114,20 +113,15 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
     reached = set()
     for part in (decoder, model.get_input_embeddings(), head):
         reached.update(part.parameters())
-    return crossing + tuple(_outermost(model, reached, ""))
-
-
-def _outermost(module: torch.nn.Module, reached: set[torch.nn.Parameter], prefix: str) -> Iterator[str]:
-    """Yields the name prefixes of a module's largest parts without any reached parameter."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if parameter not in reached:
-            yield f"{prefix}{name}"
-    for name, part in module.named_children():
+    beginnings = crossing
+    for name, part in model.named_modules():  # the largest parts come first
         parameters = {*part.parameters()}
-        if parameters & reached:
-            yield from _outermost(part, reached, f"{prefix}{name}.")
-        elif parameters:
-            yield f"{prefix}{name}."
+        if parameters and reached.isdisjoint(parameters) and not name.startswith(beginnings):
+            beginnings += (f"{name}.",)
+    for name, parameter in model.named_parameters():
+        if parameter not in reached and not name.startswith(beginnings):
+            beginnings += (name,)
+    return beginnings
 
 
 # Quantised weights
@@ -176,12 +170,12 @@ class Quantization:
         )
 
 
+# Formats that weights are quantised to while they load, by the option `quantization`.
 FORMATS = {
     # Double quantisation: one 8-bit scale per 64 weights, one fp32 scale per 256 of those (QLoRA paper, section 3).
     "nf4": Quantization(format="nf4", bits=4, scale_bytes=1 / 64 + 4 / (64 * 256), lies_on_disk=False),
     "int8": Quantization(format="int8", lies_on_disk=False),
 }
-"""Formats that weights are quantised to while they load, by the option `quantization`."""
 GGUF = Quantization(format="gguf", bits=16, is_unpacked=True)
 UNPACKABLE = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
 """Values of `quant_method` that transformers can unpack (`dequantize` in their configuration). Adapters are trained and

@@ -53,6 +53,7 @@ SMALL_SIZES = {
     1: ("n_group", "topk_group"),
     None: ("n_inner",),
 }
+# Of vision and audio towers, which no trial runs.
 SMALL_TOWER_SIZES = {
     64: ("hidden_size", "embed_dim", "intermediate_size", "out_hidden_size"),
     16: ("head_dim",),
@@ -60,11 +61,9 @@ SMALL_TOWER_SIZES = {
     2: ("depth", "num_hidden_layers", "num_layers", "n_layers", "encoder_layers"),
     1: ("num_global_layers", "conf_num_hidden_layers"),
 }
-"""Of vision and audio towers, which no trial runs."""
 SMALL = {name: size for size, names in SMALL_SIZES.items() for name in names}
 SMALL_TOWER = {name: size for size, names in SMALL_TOWER_SIZES.items() for name in names}
-LARGEST_TRIED = 100_000_000
-"""Parameters; far above any architecture whose sizes are all in SMALL."""
+LARGEST_TRIED = 100_000_000  # parameters; far above any architecture whose sizes are all in SMALL
 
 
 @contextlib.contextmanager
@@ -153,8 +152,7 @@ class RowRules:
     """Lengths beyond which the model computes differently, or not at all, ascending. A batch and its padding stay on
     one side of each."""
     alone: bool = False  # each row is a separate batch, without padding
-    multiple: int = 1
-    """Every batch is padded to a multiple of this length, even if `alone` or beyond a limit."""
+    multiple: int = 1  # every batch is padded to a multiple of this length, even if `alone` or beyond a limit
 
     def joined(self, other: "RowRules") -> "RowRules":
         """Return the rules for two models that get the same batches."""
@@ -235,10 +233,12 @@ def _differences(model: nn.Module) -> tuple[float, float]:
     neighbour = ids.clone()
     later[0, length // 2 :] = ids[1, length // 2 :]
     neighbour[1] = ids[1].flip(0)
-    first, *others = (
-        model(input_ids=rows, use_cache=False).logits[0, : length // 2].double() for rows in (ids, later, neighbour)
-    )
-    return tuple(distance(other, first) for other in others)
+
+    def first_half(ids_BT: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids_BT, use_cache=False).logits[0, : length // 2].double()
+
+    expected = first_half(ids)
+    return distance(first_half(later), expected), distance(first_half(neighbour), expected)
 
 
 NOISE = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -290,15 +290,16 @@ def isolation_problem(config: PreTrainedConfig, *, dtype: torch.dtype, **options
     try:
         model = small_model(config, dtype=dtype, **options).eval()
         ids = random_tokens(model, 1, 48)
-        changed = torch.cat([ids[:, 1:20].flip(1), ids[:, :1], ids[:, 20:]], 1)
+        changed = torch.cat([ids[:, :20].flip(1), ids[:, 20:]], 1)
         flash = "flash" in model.config._attn_implementation
-        # The second sample's logits [T, V]: after the first one, after its changed tokens, and alone.
-        first, second, alone = (
-            model(input_ids=tokens, use_cache=False, **positions(lengths, ids.device, flash=flash))
-            .logits[0, -28:]
-            .double()
-            for tokens, lengths in ((ids, [20, 28]), (changed, [20, 28]), (ids[:, 20:], [28]))
-        )
+
+        def second_sample(ids_BT: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+            inputs = positions(lengths, ids.device, flash=flash)
+            return model(input_ids=ids_BT, use_cache=False, **inputs).logits[0, -28:].double()
+
+        expected = second_sample(ids, [20, 28])
+        leaked = distance(second_sample(changed, [20, 28]), expected)
+        differs = distance(expected, second_sample(ids[:, 20:], [28]))
         if model.device.type != "cpu":  # a kernel may have no backward, or not support dropout
             with torch.enable_grad():
                 packed = positions([20, 28], ids.device, flash=flash)
@@ -306,8 +307,6 @@ def isolation_problem(config: PreTrainedConfig, *, dtype: torch.dtype, **options
     except Exception as error:  # any, from an architecture's own code at unexpected sizes or positions
         why = f"{type(error).__name__}: {one_line(error)[:200]}"
         return f"it cannot be tried with a small model of this architecture ({why})"
-    leaked = distance(second, first)
-    differs = distance(first, alone)
     # With other tokens experts get other batches, which changes the last bits.
     if not leaked <= (1e-5 if dtype == torch.float32 else 0):
         return f"tokens of one sample change the logits of the next one in the row (by {leaked:.1e} of the largest)"

@@ -149,8 +149,7 @@ def _ulysses(function: Callable, group: Any, rows: int, heads: int, key_heads: i
     )
 
 
-WHOLE_ATTENTION = ("full_attention", "sliding_attention")
-"""Kinds of layers that Ulysses can compute."""
+WHOLE_ATTENTION = ("full_attention", "sliding_attention")  # kinds of layers that Ulysses can compute
 WAY_OUT = "leave sequence_parallel out, the model works with one rank for each row"
 MOVING_ROPES = ("longrope", "dynamic")
 """transformers chooses their angles by the largest position of a rank, which differs between ranks."""

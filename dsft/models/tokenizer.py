@@ -18,8 +18,7 @@ from dsft.models.measure import max_positions
 from dsft.models.model_folder import adapter_base, described_in, load_template, located, misnamed
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tokenization_*.py")
-MARKERS = "markers"
-"""In `add_tokens`: the markers of the chat template that the tokenizer splits."""
+MARKERS = "markers"  # in `add_tokens`: the markers of the chat template that the tokenizer splits
 MARKER = r"<\|\w+\|>|<\w+_of_\w+>|<｜[\w▁]+｜>"  # the last is DeepSeek's, with wide bars
 NO_ANSWERS = "its class {} has no generate of transformers (GenerationMixin), so it writes no answers"
 REPEATED = 64  # tokens at the end of a text that repeat one phrase

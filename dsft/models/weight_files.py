@@ -50,8 +50,7 @@ HEADS = (".lm_head.weight", ".embed_out.weight", ".head.weight", ".output.weight
 """Suffixes of a head's name on disk, which transformers renames while loading (conversion_mapping.py)."""
 RESULTS = "perplexity.json"  # an evaluation may have written it beside the model
 BLOCK_BYTES = 1 << 16
-BLOCKS = 64
-"""Evenly spaced blocks of each file that `model_identity` reads."""
+BLOCKS = 64  # evenly spaced blocks of each file that `model_identity` reads
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_NOT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -59,8 +58,7 @@ FORCE_NOT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:function|got) <class '([^']+)'>|unrecognized function (.+?)(?: which|$)")
 _trusted: ContextVar[bool] = ContextVar("_trusted", default=False)
 
-FP32 = "fp32"
-"""Name of the trained weights among the optimizer's states."""
+FP32 = "fp32"  # name of the trained weights among the optimizer's states
 
 
 def find_files(

@@ -145,7 +145,7 @@ def server_prompts(tokenizer, chat: dict) -> list[str]:
 
 def rendered(tokenizer, messages: list[dict], tools: list, **switch) -> str:
     template = tokenizer.get_chat_template(tools=tools or None)
-    taken = [*map(_forms(tokenizer, template).take, messages)]
+    taken = [*map(_forms(tokenizer, template, len(tokenizer)).take, messages)]
     return tokenizer.apply_chat_template(
         taken, tools=tools or None, tokenize=False, add_generation_prompt=True, **switch
     )

@@ -103,7 +103,9 @@ def test_packed_loss_and_gradients_are_those_of_the_samples_alone(architecture, 
     groups = [random_sequences(384, [17, 80, 5, 1]), random_sequences(384, [33, 64], seed=1)]
     trained = sum(int((item["labels"] != IGNORED).sum()) for group in groups for item in group)
     alone = loss_and_gradients(
-        model, [Collator(0)([item]) for group in groups for item in group if (item["labels"] != IGNORED).any()], trained
+        model,
+        [Collator(0)([[item]]) for group in groups for item in group if (item["labels"] != IGNORED).any()],
+        trained,
     )
     packed = Collator(0, packed=True, flash=form == "flat")(groups)
     assert packed["input_ids"].shape == ((1, 208) if form == "flat" else (2, 104)) and "attention_mask" not in packed
@@ -218,7 +220,7 @@ def test_weights_lie_where_their_tokens_do():
     weighted = np.concatenate([ids[0], ids[2]])
     some = [plain[1] if index == 1 else plain[index] | {"weights": ids[index].astype(np.float32)} for index in range(3)]
     for collate, items in (
-        (Collator(0), lambda each: each),
+        (Collator(0), lambda each: [each]),
         (Collator(0, packed=True), lambda each: [each[:2], each[2:]]),
         (Collator(0, packed=True, flash=True), lambda each: [each[:2], each[2:]]),
     ):
@@ -232,7 +234,7 @@ def test_weights_lie_where_their_tokens_do():
 
 def test_padding_is_masked_and_unlabelled():
     batch = Collator(pad_token_id=7)(
-        [sequence(np.array([1, 2, 3]), np.array([1, 1, 1])), sequence(np.array([4]), np.array([1]))]
+        [[sequence(np.array([1, 2, 3]), np.array([1, 1, 1]))], [sequence(np.array([4]), np.array([1]))]]
     )
     assert batch["input_ids"].shape == (2, 8) and batch["attention_mask"].sum(1).tolist() == [3, 1]
     assert batch["input_ids"][1].tolist() == [4] + [7] * 7
@@ -247,13 +249,12 @@ def test_shares_of_a_batch_are_its_parts_with_the_next_token_of_each_position(si
     items = [[sequence(np.arange(3, 3 + n), np.ones(n, bool), np.arange(n) / 2) for n in row] for row in ([3, 4], [6])]
     for packed in (False, True):
         make = functools.partial(Collator, packed=packed)
-        rows = items if packed else [each for row in items for each in row]
-        shares = [make(7, place=place, shared_by=size)(rows) for place in range(size)]
+        shares = [make(7, place=place, shared_by=size)(items) for place in range(size)]
         together = {
             name: torch.cat([share[name] for share in shares], dim=1)
             for name in ("input_ids", "shift_labels", "shift_weights", "position_ids")
         }
-        whole = make(7)(rows)
+        whole = make(7)(items)
         width, counts = whole["input_ids"].shape[1], sum(share["num_tokens"] for share in shares)
         assert torch.equal(together["input_ids"][:, :width], whole["input_ids"])
         for name in ("labels", "weights"):

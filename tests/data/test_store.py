@@ -226,10 +226,10 @@ def _group(leader: int) -> list[str]:
 def test_held_out_rows_are_a_seeded_share_and_none_is_in_both(tokenizer, tmp_path, config):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i} ", "completion": "x"} for i in range(1000)])
     data = loaded(config(data=[str(path)], eval_fraction=0.07), tokenizer)
-    texts = [{tokenizer.decode(item["input_ids"]) for item in part} for part in (data.items, data.held_out)]
+    texts = [{tokenizer.decode(item[0]["input_ids"]) for item in part} for part in (data.items, data.held_out)]
     assert len(texts[0]) + len(texts[1]) == 1000 and not texts[0] & texts[1] and 65 <= len(texts[1]) <= 75
     other = loaded(config(data=[str(path)], eval_fraction=0.07, seed=7), tokenizer)
-    assert {tokenizer.decode(item["input_ids"]) for item in other.held_out} != texts[1]
+    assert {tokenizer.decode(item[0]["input_ids"]) for item in other.held_out} != texts[1]
     with pytest.raises(UserError, match="eval_fraction=0.0001 of the data is less than one row"):
         loaded(config(data=[str(path)], eval_fraction=0.0001, seed=0), tokenizer)
     for fraction in (0.001, 0.5, 0.9):
@@ -275,8 +275,8 @@ def test_windows_of_text_are_those_of_the_evaluator(tokenizer, tmp_path, config)
         tokenizer,
     )
     assert len(data.items) == len(windows.spans) and data.items.lengths[:-1].tolist() == [32] * (len(data.items) - 1)
-    assert np.array_equal(np.concatenate([item["input_ids"] for item in data.items]), windows.tokens)
-    assert data.counts["trained_tokens"] == sum(int((item["labels"] != IGNORED).sum()) for item in data.items)
+    assert np.array_equal(np.concatenate([item[0]["input_ids"] for item in data.items]), windows.tokens)
+    assert data.counts["trained_tokens"] == sum(int((item[0]["labels"] != IGNORED).sum()) for item in data.items)
 
 
 def test_an_empty_text_is_left_out_by_a_training_and_by_its_evaluation(tokenizer, tmp_path, config):

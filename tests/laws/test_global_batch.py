@@ -210,7 +210,7 @@ def test_the_loss_is_the_sum_of_nats_over_all_trained_tokens(logs, tiny, options
     model = transformers.AutoModelForCausalLM.from_pretrained(str(tiny / "model"))
     nats = tokens = 0
     for index in order[:8]:
-        ids, labels = (torch.from_numpy(data.items[index][name]) for name in ("input_ids", "labels"))
+        ids, labels = (torch.from_numpy(data.items[index][0][name]) for name in ("input_ids", "labels"))
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0, :-1].double()
         nats += torch.nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum").item()

@@ -47,7 +47,7 @@ def test_loss_and_gradients_of_padded_rows_are_the_same_without_a_mask(architect
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(cls(**values)).train()
     rows = [{"input_ids": torch.randint(5, 384, (length,)).numpy()} for length in (90, 48, 7)]
-    rows = [row | {"labels": row["input_ids"]} for row in rows]
+    rows = [[row | {"labels": row["input_ids"]}] for row in rows]
     masked = loss_and_gradients(model, Collator(0)(rows))
     unmasked, other_padding = (loss_and_gradients(model, Collator(pad, masked=False)(rows)) for pad in (0, 4))
     for with_mask, without, other in zip(masked, unmasked, other_padding, strict=True):

@@ -24,7 +24,7 @@ def _sequence(length: int):
 def test_a_batch_tells_its_tokens_those_trained_and_its_positions(flash):
     packed = Collator(0, packed=True, flash=flash)([[_sequence(3), _sequence(4)], [_sequence(5)], [BLANK]])
     assert packed["num_tokens"].tolist() == [12, 12 - 3, 3 * 8]
-    assert Collator(0)([_sequence(3), _sequence(11), BLANK])["num_tokens"].tolist() == [14, 14 - 2, 3 * 16]
+    assert Collator(0)([[_sequence(3)], [_sequence(11)], [BLANK]])["num_tokens"].tolist() == [14, 14 - 2, 3 * 16]
 
 
 def test_packed_rows_of_one_sequence_each_have_no_positions_and_so_no_mask():
@@ -34,8 +34,8 @@ def test_packed_rows_of_one_sequence_each_have_no_positions_and_so_no_mask():
 
 
 def test_a_batch_has_a_mask_where_a_row_is_padded():
-    assert "attention_mask" in Collator(0)([_sequence(16), _sequence(15)])
-    assert "attention_mask" not in Collator(0)([_sequence(16), _sequence(16)])
+    assert "attention_mask" in Collator(0)([[_sequence(16)], [_sequence(15)]])
+    assert "attention_mask" not in Collator(0)([[_sequence(16)], [_sequence(16)]])
 
 
 @pytest.fixture(scope="module")
