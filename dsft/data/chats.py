@@ -42,8 +42,6 @@ Spans = list[tuple[int, int, float]]
 
 @dataclass(kw_only=True)
 class Rendered:
-    """The text of a sequence."""
-
     text: str
     spans: Spans  # trained characters
 
@@ -139,7 +137,6 @@ class ChatRenderer:
         return sequences[::-1] or [whole]
 
     def all_trained(self, whole: Rendered) -> Rendered:
-        """Marks every token of the chat as trained, whatever its role."""
         if any(self.weight(turn) != 1 for turn in range(len(self.source))):
             raise ValueError(
                 "a message has a weight, and train_on: all trains every token alike; use train_on: answers"
@@ -151,7 +148,6 @@ class ChatRenderer:
         return whole
 
     def closed(self, text: str) -> str:
-        """Returns `text` with the tokenizer's end token."""
         if self.tokenizer.eos_token is None:
             raise ValueError(
                 "nothing in the chat template ends an answer, and the tokenizer has no end token, so the model would"
@@ -205,7 +201,6 @@ class ChatRenderer:
         return prompts[0]
 
     def answer(self, turn: int) -> _Answer:
-        """Renders the chat up to an answer, and finds the answer in it."""
         text = self.whole if turn + 1 == len(self.source) else self.render(self.source[: turn + 1])
         prompt = self.prompt_of(turn, text)
         parts = _parts_of(self.source[turn])
@@ -364,7 +359,6 @@ class _Forms:
         self.num_closing = len(alone) - num_shared if num_shared else 0
 
     def take(self, message: Message) -> Message:
-        """Returns a message in the form that the template expects."""
         message = {key: value for key, value in message.items() if key != "weight" and value is not None}
         if self.parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}] if message["content"] else []

@@ -208,7 +208,6 @@ class EpochSampler(torch.utils.data.Sampler):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of an epoch."""
         return len(self.items) // self.per_step if self.drop_last else -(-len(self.items) // self.per_step)
 
     def __len__(self) -> int:

@@ -147,15 +147,12 @@ class FormatRules:
 
 @dataclass(frozen=True, kw_only=True)
 class FormattedSource:
-    """A source and the rules by which its rows are read."""
-
     source: Source
     rules: FormatRules
     held_out: HeldOut | None = None  # the share of the rows that is read; None for all of them
     unused: tuple[str, ...] = ()  # columns of the first rows that are not read
 
     def rows(self) -> Iterator[Row]:
-        """Reads the rows in order."""
         rows = self.source.rows()
         return self.held_out.rows(rows) if self.held_out else rows
 
@@ -164,7 +161,6 @@ class FormattedSource:
 
 
 def _needed_columns(name: str, config: DataFields | FormatRules) -> set[str]:
-    """Returns the columns that a source of a format must have."""
     if name == "template":
         return template_columns(config)
     return {*COLUMNS.get(name, (config.text_column,))}
@@ -331,7 +327,6 @@ def _turns(question: str, answer: str) -> list[Message]:
 
 
 def template_columns(config: DataFields | FormatRules) -> set[str]:
-    """Returns the columns that the user's templates name."""
     names = set()
     for key in ("prompt_template", "completion_template"):
         template = getattr(config, key) or ""

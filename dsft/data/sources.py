@@ -66,7 +66,6 @@ class Batch(NamedTuple):
 
 
 def batched(rows: Iterable[Row]) -> Iterator[Batch]:
-    """Groups rows into batches, in order."""
     first = 0
     size = 0
     batch: list[Row] = []
@@ -134,7 +133,6 @@ class Source:
                 yield row
 
     def first_rows(self) -> list[Row]:
-        """Returns the rows of the first batch."""
         for batch in batched(row for row in self.rows() if row.values is not None):
             return batch.rows
         raise UserError(f"{self.name} contains no rows, or map_row leaves all of them out")
@@ -156,7 +154,6 @@ class HeldOut:
         return number == generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
 
     def rows(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yields the wanted rows."""
         number = 0
         for row in rows:
             if row.values is None:
@@ -271,7 +268,6 @@ def ending(path: str | Path) -> str:
 
 @functools.cache
 def _load_from_hub(name: str, config: str | None, split: str) -> Any:
-    """Loads a data set once per process."""
     import datasets  # takes a second, and files do not need it
 
     try:
@@ -374,7 +370,6 @@ def _read_columnar(path: str) -> Iterator[Row]:
 
 
 def _read_text(path: str) -> Iterator[Row]:
-    """Yields the file as one document."""
     with _open(path) as content:
         encoded = content.read(LONGEST_TEXT + 1)
     if len(encoded) > LONGEST_TEXT:

@@ -101,7 +101,6 @@ def tokenise(rows: list[Row], rules: FormatRules, tokenizer: PreTrainedTokenizer
 
 
 def tokenise_samples(builder: "TokensBuilder", tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Tokenises all samples of `builder`, and returns its tokens."""
     rules = builder.rules
     texts = [sample.text for sample in builder.samples if isinstance(sample, Text)]
     pairs = [sample for sample in builder.samples if isinstance(sample, Pair)]
@@ -213,7 +212,6 @@ class TokensBuilder:
             self.are_too_long.append(self.is_too_long)
 
     def note(self, name: str, why: str, number: int = 1) -> None:
-        """Counts a row, and stores the first reason."""
         self.counts[name] += number
         self.first.setdefault(name, f"{self.place}: {why}")
 
@@ -262,7 +260,6 @@ class TokensBuilder:
         self.ends.append(self.ends[-1] + len(ids))
 
     def tokens(self) -> Tokens:
-        """Returns the collected sequences."""
         return Tokens(
             ids=np.concatenate([np.zeros(0, np.int32), *self.ids]),
             weights=np.concatenate([np.zeros(0, np.float32), *self.weights]),
@@ -472,11 +469,9 @@ class Preparation:
     """
 
     def rows(self, rows: Iterator[Row], rules: FormatRules) -> Iterator[Row]:
-        """Yields the rows to be tokenised."""
         return rows
 
     def tokens(self, batch: Batch, rules: FormatRules, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-        """Tokenises a batch; raises UserError with file and line of a row that cannot be used."""
         return tokenise(batch.rows, rules, tokenizer)
 
 

@@ -145,8 +145,6 @@ def check_prompts(
 
 @dataclass(kw_only=True)
 class TrainingData:
-    """The data of one training."""
-
     items: Sequences
     collator: Callable[[list], dict[str, Any]]
     held_out: Sequences | None
@@ -266,7 +264,6 @@ def load_training_data(
 
 
 def notes_on_unread(data: Iterable[FormattedSource]) -> list[str]:
-    """Names the parts of each source that are not read."""
     notes = []
     for each in data:
         if each.source.other_splits:

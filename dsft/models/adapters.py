@@ -398,7 +398,6 @@ def learning_rates(options: TrainConfig) -> dict[str, float]:
 
 
 def rate_factors(model: nn.Module, rates: Mapping[str, float]) -> dict[nn.Parameter, float]:
-    """Maps each trained parameter to its factor of the learning rate."""
     factors = {}
     for parameter, aliases in _names(model).items():
         matching = (factor for pattern, factor in rates.items() if _is_found([pattern], aliases))

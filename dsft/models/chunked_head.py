@@ -164,7 +164,6 @@ fp32 one with 16 tiles, 1.7 % with 128 and 0.35 % without tiles (a Llama of widt
 
 
 def tile_rows(vocab_size: int, positions: int) -> int:
-    """Returns how many of a micro batch's positions one tile has."""
     return min(positions, max(scored_rows(vocab_size), math.ceil(positions / MOST_TILES)))
 
 

@@ -267,7 +267,6 @@ def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
 
 
 def check_positions(facts: ModelFacts, *, seq_len: int, model: str) -> list[str]:
-    """Lists the problem of a model without positions for the longest sequence."""
     positions = facts.size.max_positions
     if not positions or seq_len <= positions:
         return []

@@ -140,7 +140,6 @@ class Quantization:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes per weight, with its share of the scales."""
         return self.bits / 8 + self.scale_bytes
 
     @property

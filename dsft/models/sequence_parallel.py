@@ -51,7 +51,6 @@ class Team:
         return rank // self.size, rank % self.size, dist.get_world_size() // self.size
 
     def share(self, batch_BT: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's positions of a batch, [B, T / size], with their position_ids."""
         return share_of(batch_BT, self.position()[1], self.size)
 
     def gather(self, columns_KN: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:

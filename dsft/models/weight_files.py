@@ -149,7 +149,6 @@ def weight_bytes_in(model: str) -> int | None:
 
 
 def shapes_in(folder: Path) -> dict[str, list[int]]:
-    """Returns the shapes of the tensors in the `*.safetensors` of a folder, by name."""
     tensors = empty_tensors(sorted(map(str, folder.glob("*.safetensors"))))
     return {name: [*tensor.shape] for name, tensor in tensors.items()}
 
