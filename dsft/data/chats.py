@@ -110,7 +110,7 @@ class ChatRenderer:
         whole = Rendered(text=self.whole, spans=[])
         if self.rules.train_on == "all":
             return [self.all_trained(whole)]
-        sequences: list[Rendered] = []
+        sequences = []
         for turn in reversed(self.wanted):
             answer = self.answer(turn)
             if answer.prompt is None:

@@ -114,7 +114,7 @@ def count(sequences: Sequences) -> dict[str, Any]:
     """Returns the counts of all sources together, for run.json."""
     stores = sequences.stores
     names = stores[0].counts.keys()
-    counts: dict[str, Any] = {name: sum(store.counts[name] for store in stores) for name in names}
+    counts = {name: sum(store.counts[name] for store in stores) for name in names}
     # The first token of each window of text is context only.
     texts = [place for place, store in enumerate(stores) if store.is_text]
     counts["trained_tokens"] -= int(np.isin(sequences.places, texts).sum())
@@ -132,8 +132,8 @@ def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
     """
     assert not len(lengths) or lengths.max() <= room, "a sequence is longer than a row"
     rows: list[list[int]] = []
-    rows_by_space: dict[int, list[list[int]]] = defaultdict(list)
-    spaces: list[int] = []  # sorted keys of `rows_by_space` that have rows
+    rows_by_space = defaultdict(list)
+    spaces = []  # sorted keys of `rows_by_space` that have rows
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
         place = bisect_left(spaces, length)
@@ -158,7 +158,7 @@ def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> lis
     """Groups sequences, longest first, into batches of up to `batch_tokens` tokens with padding; a longer one is a
     separate batch. Depends only on lengths and model.
     """
-    batches: list[list[int]] = []
+    batches = []
     order = np.argsort(-lengths, kind="stable")
     # Rows that still fit the last batch, and the length of its longest.
     rows = 0

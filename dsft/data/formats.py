@@ -31,7 +31,7 @@ CHAT_PARTS = {
     "sharegpt": {"messages": ["conversations"]},
     "alpaca": {"user": ["instruction", "input"], "assistant": ["output"], "history": ["history"]},
 }
-PARTS = ("messages", "system", "history", "user", "assistant")
+SOURCE_OPTIONS = ("data", "data_name", "data_split", "data_format", "data_cache", "map_row", "chat_template")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOL_COLUMNS = ("tools", "functions", "tool_defs", "available_tools")
 CHAT_COLUMNS = (*SYSTEM_COLUMNS, *TOOL_COLUMNS)  # read beside the turns of every chat
@@ -106,25 +106,13 @@ class EmptyAnswer(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatRules:
-    """Everything beside the tokenizer that decides a row's tokens; most fields are those of `DataFields`."""
+class FormatRules(DataFields):
+    """Everything beside the tokenizer that decides a row's tokens: options, with `columns` as lists, and without those
+    of SOURCE_OPTIONS.
+    """
 
     format: str
-    text_column: str
-    prompt_template: str | None
-    completion_template: str | None
-    as_chat: bool
-    train_on: str
-    seq_len: int
-    too_long: str
-    bad_rows: str
-    train_thinking: str = "auto"
-    drop_unrendered: bool = False
-    drop_keys: tuple[str, ...] = ()
-    chat_date: str | None = None
-    columns: Mapping[str, list[str]] = field(default_factory=dict)
-    """Part of a chat -> its columns: one, except for the user's."""
-    has_chat_pairs: bool = False  # whether prompts and completions are lists of messages
+    has_chat_pairs: bool  # whether prompts and completions are lists of messages
 
     @property
     def form(self) -> type:
@@ -160,7 +148,7 @@ class FormattedSource:
         return f"{self.source.name} ({self.rules.format})"
 
 
-def _needed_columns(name: str, config: DataFields | FormatRules) -> set[str]:
+def _needed_columns(name: str, config: DataFields) -> set[str]:
     if name == "template":
         return template_columns(config)
     return {*COLUMNS.get(name, (config.text_column,))}
@@ -177,7 +165,8 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     columns = {part: [names] if isinstance(names, str) else [*names] for part, names in config.columns.items()}
     if columns:
         name = "columns"
-        if not columns.keys() <= {*PARTS} or not ("messages" in columns or {"user", "assistant"} <= columns.keys()):
+        has_turns = "messages" in columns or {"user", "assistant"} <= columns.keys()
+        if not has_turns or columns.keys() - {"messages", "system", "history", "user", "assistant"}:
             raise ValueError(f"columns={config.columns}: name user and assistant, or messages; also system, history")
         wrong = [part for part, names in columns.items() if len(names) != 1 and (part != "user" or not names)]
         if wrong:
@@ -197,16 +186,13 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     if missing := needed.difference(*(row.values for row in rows)):
         option = {"template": "the template names", "columns": "columns names"}.get(name, f"data_format={name} needs")
         raise ValueError(f"{option} the column {', '.join(sorted(missing))}; the columns are {', '.join(present)}")
-    names = [option.name for option in fields(FormatRules)]
-    values = {option: getattr(config, option) for option in names if hasattr(config, option)}
+    names = {option.name for option in fields(DataFields)} - {*SOURCE_OPTIONS}
+    values = {option: getattr(config, option) for option in names}
     values["columns"] = columns or CHAT_PARTS.get(name, {})
-    values["drop_keys"] = (*config.drop_keys, *getattr(config, "group_by", ()))
+    values["drop_keys"] = [*config.drop_keys, *getattr(config, "group_by", ())]
     is_pair = name == "prompt_completion"
-    rules = FormatRules(
-        **values,
-        format=name,
-        has_chat_pairs=is_pair and isinstance(rows[0].values.get("completion"), list),
-    )
+    has_chat_pairs = is_pair and isinstance(rows[0].values.get("completion"), list)
+    rules = FormatRules(format=name, has_chat_pairs=has_chat_pairs, **values)
     if rules.as_chat and not (is_pair or rules.prompt_template or rules.columns):
         raise ValueError("as_chat makes chats of prompts with completions, and the rows are text; use columns")
     return rules
@@ -223,7 +209,7 @@ def suggest_columns(present: Iterable[str]) -> dict[str, Any]:
     questions = find(USER_COLUMNS)
     answers = find(ASSISTANT_COLUMNS)
     if turns:
-        parts: dict[str, Any] = {"messages": turns[0]}
+        parts = {"messages": turns[0]}
     elif questions and answers:
         more = [name for name in find(MORE_OF_USER) if name != questions[0]]
         parts = {"user": [questions[0], *more] if more else questions[0], "assistant": answers[0]}
@@ -326,7 +312,7 @@ def _turns(question: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def template_columns(config: DataFields | FormatRules) -> set[str]:
+def template_columns(config: DataFields) -> set[str]:
     names = set()
     for key in ("prompt_template", "completion_template"):
         template = getattr(config, key) or ""
@@ -379,7 +365,7 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: 
         if isinstance(tool.get("function"), dict):
             schemas[tool["function"].get("name")] = tool["function"].get("parameters")
     ignored = {*rules.drop_keys} - MESSAGE_KEYS
-    chat: list[Message] = []
+    chat = []
     analysis = ""
     for number, given in enumerate(messages, start=1):
         given = {key: value for key, value in given.items() if value is not None and key not in ignored}
@@ -468,15 +454,15 @@ def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tup
     calls = given.get("tool_calls") or []
     is_call = ROLES[role] == "tool_call"
     if is_call:
-        calls = _parsed(_text(content, place), f"{place}: the call")
+        calls = _text(content, place)
         content = ""
     elif given.get("function_call"):  # OpenAI's older form of tool_calls
         calls = [{"function": given["function_call"]}]
-    calls = _parsed(calls, f"{place}: tool_calls")
+    calls = _parsed(calls, f"{place}: the call")
     calls = calls if isinstance(calls, list) else [calls]
     if content is None and calls:
         content = ""
-    message: Message = {"role": "assistant" if is_call else ROLES[role], "content": _text(content, place)}
+    message = {"role": "assistant" if is_call else ROLES[role], "content": _text(content, place)}
     for key in REASONING:
         reasoning = _text(given.get(key, ""), f"{place}: {key}")
         if reasoning.strip():

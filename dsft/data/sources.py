@@ -68,7 +68,7 @@ class Batch(NamedTuple):
 def batched(rows: Iterable[Row]) -> Iterator[Batch]:
     first = 0
     size = 0
-    batch: list[Row] = []
+    batch = []
     for row in rows:
         is_full = len(batch) == BATCH_ROWS or size >= BATCH_CHARACTERS
         if batch and (is_full or row.place != batch[0].place):
@@ -100,7 +100,7 @@ class Source:
         """Facts that change with the content: path, size and modification time of each file; for the hub, name, split
         and fingerprint of the loaded data set; the source of `map_row`.
         """
-        facts: list[Any] = []
+        facts = []
         for file in map(Path, self.files):
             facts.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])
         if self.hub:

@@ -85,9 +85,7 @@ class Tokens:
     first: dict[str, str] = field(default_factory=dict)
     """Key of `counts` -> place of the first such row, and why it is counted."""
     # [R], of the texts, in an evaluation; empty in training.
-    documents: dict[str, np.ndarray] = field(
-        default_factory=lambda: {name: np.zeros(0, dtype) for name, dtype in DOCUMENT_COLUMNS.items()}
-    )
+    documents: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def trained(self) -> np.ndarray:
@@ -416,14 +414,14 @@ def write_store(
         names.append("weights")
         hashed.append("weights")
     size = 0
-    counts: Counter = Counter()
-    first: dict[str, str] = {}
+    counts = Counter()
+    first = {}
     try:
         with ExitStack() as stack:
             files = {name: stack.enter_context(open(beside / f"{name}.bin", "wb")) for name in names}
             for tokens in parts:
                 trained = tokens.trained
-                columns = vars(tokens) | tokens.documents
+                columns = dict.fromkeys(DOCUMENT_COLUMNS, np.zeros(0)) | vars(tokens) | tokens.documents
                 columns["tokens"] = tokens.ids.astype(dtype)
                 columns["trained"] = trained
                 columns["ends"] = tokens.ends + size

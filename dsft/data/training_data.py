@@ -72,8 +72,8 @@ def check_sources(
                     )
                 if ending(rows[0].place) != ".txt":  # one long row
                     tokenise(rows, rules, tokenizer)
-            unused = unused_columns(first_rows, rules)
-            unused = tuple(name for name in unused if name not in getattr(config, "group_by", ()))
+            grouping = getattr(config, "group_by", ())
+            unused = tuple(name for name in unused_columns(first_rows, rules) if name not in grouping)
             sources.append(FormattedSource(source=source, rules=rules, unused=unused))
         except UserError as error:
             problems += [f"{key}: {problem}" for problem in error.problems]

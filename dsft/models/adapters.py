@@ -2,6 +2,7 @@
 Also checks which saved adapters of peft dsft can score and merge.
 """
 
+import contextlib
 import copy
 import dataclasses
 import re
@@ -267,25 +268,6 @@ def tokens_of(adapters: PeftConfig | None) -> list[int]:
     return sorted(tokens)
 
 
-def _whole_ends(model: PreTrainedModel, adapter: str) -> dict[str, int]:
-    """Returns the number of rows of embedding and head, by name, if a saved adapter contains them whole: peft saves
-    both once they were resized, even if untrained.
-    """
-    try:
-        tensors = empty_tensors(find_files(adapter, ADAPTER_FILES))
-    except UserError:  # reported by `adapter_problems`
-        return {}
-    wrappers = r"((base_layer|token_adapter|original_module)\.)*"
-    rows = {}
-    for end, module in _ends(model).items():
-        names = re.compile(rf"base_model\.model\.{re.escape(end)}\.{wrappers}weight")
-        shape = getattr(module.weight, "ds_shape", module.weight.shape)  # whole shape of a ZeRO-3 shard
-        for name, tensor in tensors.items():
-            if names.fullmatch(name) and tensor.shape[1:] == shape[1:]:  # another width belongs to another base
-                rows[end] = len(tensor)
-    return rows
-
-
 def grow_for(model: PreTrainedModel, adapter: str, *, is_trained: bool = False) -> PeftConfig:
     """Resizes a base to the rows that a saved adapter contains, or else adds the rows that it trains and the base
     lacks. Returns the adapter's configuration. Collective. Raises UserError as `saved_lora_config`, if the adapter was
@@ -294,14 +276,24 @@ def grow_for(model: PreTrainedModel, adapter: str, *, is_trained: bool = False) 
     """
     adapters = saved_lora_config(adapter)
     vocab_size = model.config.get_text_config().vocab_size
-    held = _whole_ends(model, adapter)
+    tensors = {}
+    with contextlib.suppress(UserError):  # reported by `adapter_problems`
+        tensors = empty_tensors(find_files(adapter, ADAPTER_FILES))
+    ends = _ends(model)
+    held = {}  # end -> its rows; peft saves both whole once they were resized, even if untrained
+    wrappers = r"((base_layer|token_adapter|original_module)\.)*"
+    for end, module in ends.items():
+        names = re.compile(rf"base_model\.model\.{re.escape(end)}\.{wrappers}weight")
+        shape = getattr(module.weight, "ds_shape", module.weight.shape)  # whole shape of a ZeRO-3 shard
+        for name, tensor in tensors.items():
+            if names.fullmatch(name) and tensor.shape[1:] == shape[1:]:  # another width belongs to another base
+                held[end] = len(tensor)
     if not held:
         grow_embeddings(model, [token for token in tokens_of(adapters) if token >= vocab_size])
         return adapters
     rows = max(held.values())  # the adapter contains their values
     if rows == vocab_size:
         return adapters
-    ends = _ends(model)
     kept = {ends[name].weight for name in held}  # a tied one is saved with the other
     for name, module in ends.items():
         if rows > vocab_size and module.weight not in kept:

@@ -226,7 +226,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
                     state.update(get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=saved.name))
             else:  # ZeRO 0 keeps the weights whole
                 state.update(load_pickle(next(saved.glob(MODEL_FILES)))["module"])
-        except (OSError, MemoryError, RuntimeError, AssertionError, ValueError, KeyError) as error:  # from DeepSpeed
+        except Exception as error:  # any, from DeepSpeed
             raise UserError(f"model={folder}: its shards cannot be read ({one_line(error)})") from error
         return {*state}
 
@@ -251,7 +251,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
 
     def check_places() -> None:
         lost = [*(names - tensors.keys())]
-        first_names: dict[int, str] = {}
+        first_names = {}
         for name, tensor in tensors.items():
             first = first_names.setdefault(id(tensor), name)
             is_saved_twice = first != name and {first, name} <= names  # although tied
@@ -298,9 +298,10 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
             )
     except UserError as error:
         return [f"model={model}: {problem}" for problem in error.problems]
-    load = partial(facts.architecture.from_pretrained, None, config=copy.deepcopy(facts.config), state_dict=tensors)
+    load = facts.architecture.from_pretrained
+    load = partial(load, None, config=copy.deepcopy(facts.config), state_dict=tensors, device_map="meta")
     with quiet_report(bar=False):
-        return _read(model, partial(load, device_map="meta"))[1]
+        return _read(model, load)[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +374,9 @@ def _read(model: str, load: Callable[..., tuple[PreTrainedModel, dict]]) -> tupl
 def adapter_problems(
     adapter: str, config: PreTrainedConfig, *, key: str = "adapter", trust_remote_code: bool = False
 ) -> list[str]:
-    """Lists the problems of an adapter over the base of `config`; `key` is the option that names it."""
+    """Lists the problems of an adapter over the base of `config`, into which its empty tensors are loaded; `key` is the
+    option that names it.
+    """
     if has_only_shards(adapter):
         return []
     try:
@@ -381,42 +384,34 @@ def adapter_problems(
         if not files:
             return [f"{key}={adapter}: has no {ADAPTER_FILES[0]}"]
         tensors = empty_tensors(files)
-        _check_adapter(adapter, config, tensors, trust_remote_code=trust_remote_code)
+        base = empty_model(config, trust_remote_code=trust_remote_code)
+        peft_config = grow_for(base, adapter)
     except UserError as error:
         return [f"{key}={adapter}: {problem.removeprefix(adapter + '/')}" for problem in error.problems]
-    return []
-
-
-def _check_adapter(
-    adapter: str, config: PreTrainedConfig, tensors: dict[str, torch.Tensor], *, trust_remote_code: bool
-) -> None:
-    """Loads an adapter's empty `tensors` into its base on the meta device.
-    Raises UserError, naming the tensor that has no place, is missing, or has another shape.
-    """
-    base = empty_model(config, trust_remote_code=trust_remote_code)
-    peft_config = grow_for(base, adapter)
     try:
         with warnings.catch_warnings(action="ignore"):
             model = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
             state = model.state_dict(keep_vars=True)
             result = set_peft_model_state_dict(model, tensors)
     except KeyError as error:  # from peft: a module that was saved whole
-        raise UserError(f"1 tensor of the adapter missing from its weights, {error}") from None
+        return [f"{key}={adapter}: 1 tensor of the adapter missing from its weights, {error}"]
     except (RuntimeError, ValueError) as error:  # target modules, shapes
-        raise UserError(f"does not fit its base ({one_line(error)}); name its own base in {ADAPTER_CONFIG}") from None
+        reason = one_line(error)
+        return [f"{key}={adapter}: does not fit its base ({reason}); name its own base in {ADAPTER_CONFIG}"]
     absent = {*result.missing_keys}
     loaded = {id(parameter) for name, parameter in state.items() if name not in absent}
     # One vector bank in all layers is saved once.
     missing = [name for name in absent if state[name].requires_grad and id(state[name]) not in loaded]
     if missing:
-        raise UserError(
-            f"{_tensors(missing, 'of the adapter missing from its weights')}; if it was trained on the text class of a"
-            " package, merge it there: peft, over AutoModelForCausalLM"
-        )
+        return [
+            f"{key}={adapter}: {_tensors(missing, 'of the adapter missing from its weights')}; if it was trained on the"
+            " text class of a package, merge it there: peft, over AutoModelForCausalLM"
+        ]
     # Beside a whole embedding peft saves the trained rows of it, or of a tied head, again, and does not read them.
     repeated = {name.replace(".default", "") for name, parameter in state.items() if id(parameter) in loaded}
     if unexpected := {*result.unexpected_keys} - repeated:
-        raise UserError(f"{_tensors(unexpected, NO_PLACE)}; was it trained on another base?")
+        return [f"{key}={adapter}: {_tensors(unexpected, NO_PLACE)}; was it trained on another base?"]
+    return []
 
 
 def _tensors(names: Iterable[str], predicate: str) -> str:

@@ -50,8 +50,8 @@ from dsft.models.package import (
 )
 from dsft.models.weight_files import has_untied_head, weight_bytes_in
 
-USUAL_MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("usual_models.json").read_text("utf-8"))
-"""config.json of each repository on the hub, from the fewest parameters to the most."""
+# config.json of each repository on the hub, from the fewest parameters to the most.
+USUAL_MODELS = json.loads(Path(__file__).with_name("usual_models.json").read_text("utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +288,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     has_towers = model.config.get_text_config() is not model.config
     decoder = model.get_decoder() if has_towers else model
     layers = []
-    inner: set[nn.Module] = set()
+    inner = set()
     for module in decoder.modules():  # an outer one comes first
         if isinstance(module, GradientCheckpointingLayer) and module not in inner:
             layers.append(module)

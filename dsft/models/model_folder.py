@@ -99,12 +99,14 @@ def adapter_description(model: str) -> dict[str, Any] | None:
             f"{file}: does not describe an adapter of peft, with peft_type and {BASE} (hub id or folder); copy or"
             " download it again"
         )
-    if Path(content[BASE]).is_dir() and Path(content[BASE]).samefile(file.parent):
+    base = Path(content[BASE])
+    beside = file.parent / base
+    if base.is_dir() and base.samefile(file.parent):
         raise UserError(
             f"{file}: names its own folder as its base; move the adapter's files into a folder of their own"
         )
-    if not Path(content[BASE]).exists() and (file.parent / content[BASE]).is_dir():
-        content[BASE] = str(file.parent / content[BASE])
+    if beside.is_dir() and not base.exists():
+        content[BASE] = str(beside)
     return content
 
 

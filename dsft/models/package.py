@@ -248,7 +248,7 @@ def format_problems(
     try:
         load_config = unpacking or quantization.load_config(dtype)
         quantizer, *_ = get_hf_quantizer(copy.deepcopy(config), load_config, None, True, {})
-    except (ImportError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+    except Exception as error:  # any, from transformers or the format's package
         return [f"{about}, it cannot be computed here ({one_line(error)})"]
     if quantizer is None:
         return [f"{about}, unknown to this transformers; update it"]

@@ -28,7 +28,7 @@ def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of `config`, with its chat template and a pad token.
     Raises UserError with all problems that `check_tokenizer` finds.
     """
-    problems: list[str] = []
+    problems = []
     tokenizer = check_tokenizer(config, problems)
     raise_if_any(problems)
     return tokenizer
