@@ -196,12 +196,11 @@ class EpochSampler(torch.utils.data.Sampler):
     per_step: int
     seed: int
     step: Callable[[], int]
-    """Returns the optimizer steps done; called at the beginning of each epoch, also of a resumed one."""
+    """Returns the optimizer steps done, at the beginning of each epoch."""
     drop_last: bool = False  # leave out items that do not fill a step
     strategy: str = "random"
     """train_sampling_strategy. By default ("batch_rebalance") sequences of a batch have similar lengths, and a step has
-    the same items as with "random". "group_by_length": items of a step have similar lengths, which pads least, but
-    steps differ. "sequential": every epoch has the items in the order of the data.
+    the same items as with "random"; "group_by_length" pads least, and steps differ.
     """
     micro_batch: int = 1
     shared_by: int = 1  # both as in `repeated`
@@ -241,16 +240,14 @@ class Collator:
     Each sequence is a row, padded on the right to the longest, rounded up to a multiple of 8. `packed`: each item is a
     row of concatenated sequences; its padding is one more sequence.
 
-    Returns input_ids, and labels: -100 in padding, so the choice of the pad token does not change the loss. For the
-    Trainer, not for the model: weights, if any sequence has them; num_tokens, [3]: tokens without padding and blank
-    sequences, trained tokens, and computed positions. In a share the next token may be on another rank, so labels and
-    weights are moved to the positions that predict them, as shift_labels and shift_weights; row_positions are the
-    position_ids of full packed rows.
+    Returns input_ids, and labels: -100 in padding. For the Trainer, not for the model: weights, if any sequence has
+    them; num_tokens, [3]: tokens without padding and blank sequences, trained tokens, and computed positions. In a
+    share the next token may be on another rank, so labels and weights are moved to the positions that predict them, as
+    shift_labels and shift_weights; row_positions are the position_ids of full packed rows.
 
-    Padded rows have an attention_mask. Packed rows have none, but position_ids that restart with each sequence:
-    transformers builds its block mask from them only without a mask. If each row is one sequence there are no
-    position_ids either: a causal model then needs no mask. For flash attention packed rows are also concatenated,
-    [1, B * T], with the bounds of all sequences.
+    Padded rows have an attention_mask. Packed rows have position_ids that restart with each sequence, from which
+    transformers builds its block mask if there is no other; rows of one sequence need none. For flash attention packed
+    rows are also concatenated, [1, B * T], with the bounds of all sequences.
     """
 
     pad_token_id: int

@@ -229,11 +229,8 @@ def columns_line(columns: Mapping[str, Any]) -> str:
 
 
 def canonical(row: Row, rules: FormatRules) -> Text | Pair | Chat:
-    """Converts a row to its form.
-
-    Raises:
-        EmptyAnswer, ValueError: the row cannot be used, or has a column or key that is not read although it changes the
-            meaning of the row's text or answer.
+    """Converts a row to its form. Raises EmptyAnswer or ValueError if it cannot be used, or has a column or key that is
+    not read although it changes the meaning of the row.
     """
     refused = PICTURES if rules.is_text else UNREADABLE
     for name, value in row.values.items():

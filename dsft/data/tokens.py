@@ -1,10 +1,8 @@
 """Turns rows into token sequences, marks their trained tokens, and handles those that are too long. Everything cut or
 dropped is counted.
 
-A source is tokenised once, on all cores, for every rank that sees the same cache folder and for every later run.
-
-The first process acquires a lock and does the work; the others wait for it outside any collective, and send heartbeats
-to their watchdogs meanwhile.
+A source is tokenised once, on all cores, for every rank that sees the same cache folder and for every later run: the
+first process acquires a lock and does the work, and the others wait for it outside any collective.
 
 The tokens are on disk, memory-mapped, in a folder that is either complete or missing:
 
@@ -142,8 +140,7 @@ def closes_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def opens_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Returns whether the tokenizer itself adds BOS to each text."""
-    bos = tokenizer.bos_token_id
-    return bos is not None and next(encode(tokenizer, ["a"]))[:1] == [bos]
+    return next(encode(tokenizer, ["a"]))[:1] == [tokenizer.bos_token_id]
 
 
 def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int]:
@@ -184,7 +181,6 @@ class TokensBuilder:
         self.weights: list[np.ndarray] = []  # float32, factors of the tokens' loss
         self.ends = [0]  # then the end of each sequence
         self.row_ends: list[int] = []
-        self.place = ""  # of the current row
         self.is_too_long = False  # whether the current row has a sequence that is too long
         # For each row.
         self.samples: list[Sample] = []
@@ -290,10 +286,8 @@ def _stripping_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Lists the ids of the tokens that end trained answers, that of a plain answer first.
-
-    Small chats are rendered: an answer at the end, one before another message, and a tool call. A server must stop at
-    each of these tokens: `eos_token_id` of the generation configuration.
+    """Lists the ids of the tokens that end trained answers, that of a plain answer first, from small chats. A server
+    must stop at each of them: `eos_token_id` of the generation configuration.
     """
     if not tokenizer.chat_template:
         return []
@@ -331,10 +325,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: boo
         return_attention_mask=False,
         verbose=False,
     )
-    bos = tokenizer.bos_token_id
+    twice = [tokenizer.bos_token_id] * 2 if special else None
     for ids in encoded["input_ids"]:
-        has_second = special and bos is not None and ids[:2] == [bos, bos]
-        if special and bos is not None and ids[:3:2] == [bos, bos]:
+        has_second = ids[:2] == twice
+        if ids[:3:2] == twice:
             has_second = not tokenizer.decode(ids[1]).strip()  # the text has a blank before it
         yield ids[1:] if has_second else ids
 

@@ -176,12 +176,8 @@ def load_training_data(
     place: int = 0,
     shared_by: int = 1,
 ) -> TrainingData:
-    """Prepares the tokens and returns the Trainer's items. Every rank calls it; the first one prepares.
-
-    Args:
-        flash: whether attention gets the bounds of packed samples.
-        masked: whether padded batches have an attention mask.
-        place, shared_by: of this rank among those that share every batch.
+    """Prepares the tokens and returns the Trainer's items. Every rank calls it; the first one prepares. The further
+    arguments are those of `Collator`.
     """
     notes = []  # facts that the user may not expect
     unread = notes_on_unread([*data, *held_out])
@@ -196,12 +192,12 @@ def load_training_data(
         return [prepare(each, tokenizer, cache, show_progress=shown) for each in sources]
 
     held_out_stores = stores_of(held_out)
-    if held_out_stores and not any(store.counts["rows"] for store in held_out_stores):
-        raise UserError(
-            f"eval_fraction={config.eval_fraction} of the data is less than one row; raise it or set eval_data"
-        )
     held_out_sequences = held_out_counts = None
     if held_out_stores:
+        if not any(store.counts["rows"] for store in held_out_stores):
+            raise UserError(
+                f"eval_fraction={config.eval_fraction} of the data is less than one row; raise it or set eval_data"
+            )
         held_out_sequences = sequences_of(held_out_stores, seq_len=config.seq_len, keep_documents=False)
         held_out_counts = count(held_out_sequences)
 

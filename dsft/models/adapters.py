@@ -54,8 +54,6 @@ LORA_STARTS = (*QLORA_STARTS, "mica", "pissa", "olora")
 """Others need the data, or change the base in a way that cannot be reproduced from the saved adapter. peft repeats the
 last two each time it loads the adapter.
 """
-TOKEN_FIELDS = ("trainable_token_indices", "token_indices")
-"""Fields of an adapter's config with the tokens whose rows it trains: of LoRA, and of the type TRAINABLE_TOKENS."""
 ROWS_MULTIPLE = 64
 """A grown vocabulary is padded to a multiple of this: products of other widths take a GPU up to a third longer."""
 WRAPPERS = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
@@ -91,9 +89,7 @@ def add_lora(
 
 
 def adapted_for_a_look(model: PreTrainedModel, adapters: PeftConfig) -> PeftModel:
-    """Returns `model` with adapters, to be measured or tried, not trained: without peft's warnings, and with a copy of
-    `adapters`, into which peft writes the targets that it found.
-    """
+    """Returns `model` with a copy of `adapters`, into which peft writes the targets that it found, without warnings."""
     doing = "a regular expression of the adapter, such as target_modules,"
     with warnings.catch_warnings(action="ignore"), limited_time(doing):
         return get_peft_model(model, copy.deepcopy(adapters))
@@ -106,11 +102,8 @@ def gathered_rows(_: nn.Module, weight: nn.Parameter, rows: list[int], width: in
 
 
 def saved_lora_config(adapter: str) -> PeftConfig:
-    """Reads the config of a saved adapter of any type, to be trained further, scored or merged.
-
-    Raises:
-        UserError: if its type or one of its fields is unknown or not supported.
-        OSError, ValueError: if there is none.
+    """Reads the config of a saved adapter of any type. Raises UserError if its type or one of its fields is not
+    supported, OSError or ValueError if there is none.
     """
     folder = adapter if Path(adapter).exists() else str(Path(cached_file(adapter, ADAPTER_CONFIG)).parent)
     content = adapter_description(folder)
@@ -140,11 +133,8 @@ def saved_lora_config(adapter: str) -> PeftConfig:
 
 
 def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int] = ()) -> LoraConfig:
-    """Builds peft's configuration from the lora_* options, for a model whose embedding and head have new `rows` to
-    train; the meta device is enough.
-
-    Raises:
-        ValueError, TypeError, ImportError: from peft, if fields contradict each other.
+    """Builds peft's configuration from the lora_* options, for a model (on the meta device) whose embedding and head
+    have new `rows` to train. peft raises ValueError, TypeError or ImportError if fields contradict each other.
     """
     fields = dict(options.lora_options)
     left_out = _left_out(model)
@@ -192,14 +182,14 @@ def _ends(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {names[end]: end for end in ends if end is not None}
 
 
-def _is_meant(name: str, targets: Iterable[str]) -> bool:
-    """Whether one of `targets` is the module's name or a suffix of it, as peft matches them."""
-    return any(f".{name}".endswith(f".{target}") for target in targets)
+def _is_meant(name: str, target: str) -> bool:
+    """Whether `target` is the module's name or a suffix of it, as peft matches them."""
+    return f".{name}".endswith(f".{target}")
 
 
 def _left_out(model: PreTrainedModel) -> tuple[str, ...]:
-    """Returns prefixes of the names of modules that LoRA does not adapt: those that no text token passes through, and
-    linear layers that compute something else (the router of Llama 4 returns two tensors).
+    """Returns name prefixes of modules that LoRA does not adapt: those that no text token passes through, and linear
+    layers that compute something else (the router of Llama 4 returns two tensors).
     """
     routers = []
     for name, module in model.named_modules():
@@ -236,7 +226,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
         choices = ", ".join(map(str, starts))
         problems.append(f"lora_options: init_lora_weights={start} is not supported here; choose from {choices}")
     if options.add_tokens:
-        whole = [name for name in options.lora_modules_to_save if any(_is_meant(end, [name]) for end in _ends(model))]
+        whole = [name for name in options.lora_modules_to_save if any(_is_meant(end, name) for end in _ends(model))]
         if whole or "trainable_token_indices" in options.lora_options:
             other = f"lora_modules_to_save: {whole[0]}" if whole else "lora_options: trainable_token_indices"
             problems.append(f"{other}: add_tokens trains the rows of new tokens; leave one out")
@@ -250,7 +240,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
             linear.add(name.rpartition(".")[2])
     for option, names in (("lora_target_modules", layers), ("lora_modules_to_save", modules)):
         for target in getattr(options, option):
-            if target != ALL_LINEAR and not any(_is_meant(name, [target]) for name in names):
+            if target != ALL_LINEAR and not any(_is_meant(name, target) for name in names):
                 problems.append(
                     f"{option}: {target!r} matches no layer of {options.model} that it can train; its linear"
                     f" layers and embeddings are {', '.join(sorted(linear))}"
@@ -261,7 +251,7 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
 def tokens_of(adapters: PeftConfig | None) -> list[int]:
     """Returns the tokens whose rows an adapter trains: its base must have these rows."""
     tokens = set()
-    for name in TOKEN_FIELDS:
+    for name in ("trainable_token_indices", "token_indices"):  # of LoRA, and of the type TRAINABLE_TOKENS
         indices = getattr(adapters, name, None) or []
         for some in indices.values() if isinstance(indices, dict) else [indices]:
             tokens.update(some)
@@ -304,7 +294,7 @@ def grow_for(model: PreTrainedModel, adapter: str, *, is_trained: bool = False) 
             )
     trained = getattr(adapters, "modules_to_save", None) or ()
     for name in held:
-        if is_trained and not _is_meant(name, trained):
+        if is_trained and not any(_is_meant(name, target) for target in trained):
             raise UserError(
                 f"adapter={adapter}: has a {name} of {rows:,} rows, its base one of {vocab_size:,}, and a training"
                 " would not save it; merge both first (dsft merge), and train a new adapter of the result"
@@ -348,9 +338,7 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _is_found(patterns: Iterable[str], names: Iterable[str]) -> bool:
-    """Whether one of `patterns` matches anywhere in one of `names`: regular expressions such as `layers\\.(0|1)\\.`,
-    `norm`, `lora_B`.
-    """
+    """Whether one of `patterns`, such as `layers\\.(0|1)\\.` or `norm`, matches anywhere in one of `names`."""
     return any(re.search(pattern, name) for pattern in patterns for name in names)
 
 

@@ -83,8 +83,6 @@ from dsft.runtime.hardware import has_gpu
 from dsft.units import plural
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOAD_ERRORS = ("automatic conversion of the weights", "Error(s) in loading state_dict")
-"""From transformers' errors about weights that do not fit."""
 NO_PLACE = "of its weights have no place in the model"
 MASKS = re.compile(r"\.attn(\.attention)?\.((masked_)?bias|causal_mask)$")
 """Buffers of masks that files of GPT-2, GPT-Neo, GPT-J and CodeGen still contain."""
@@ -103,7 +101,6 @@ def build_model(
     """Builds the causal language model of `config`, with trainable adapters if the method has them.
 
     Args:
-        dtype: of the weights: "float32", "bfloat16", "float16" or "auto".
         seed: for random weights if the model is only a config.json, and for new adapters.
         quantization: of a model that is scored; it is loaded on this rank's device.
         new_tokens: tokens that need new rows.
@@ -203,9 +200,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
 
 
 def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Loads the generation_config.json beside an adapter or DeepSpeed's shards, if there is one: an adapter's replaces
-    its base's.
-    """
+    """Loads the generation_config.json beside an adapter, which replaces its base's, or beside DeepSpeed's shards."""
     if (folder / GENERATION_CONFIG_NAME).is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder)
 
@@ -278,9 +273,8 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
 
 
 def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = None) -> list[str]:
-    """Lists the problems of the weights of a folder or hub id, which are downloaded if they are not here yet.
-
-    Problems of DeepSpeed's shards and of weights that are quantised on disk show only when these are loaded.
+    """Lists the problems of the weights of a folder or hub id, which are downloaded if they are not here yet. Those of
+    DeepSpeed's shards and of weights that are quantised on disk show only when these are loaded.
     """
     if is_bare_config(model) or is_gguf(model) or has_only_shards(model) or quantization_on_disk(facts.config):
         return []
@@ -348,7 +342,7 @@ def _read(model: str, load: Callable[..., tuple[PreTrainedModel, dict]]) -> tupl
         # Mismatched tensors are then in the report, like missing ones.
         loaded, info = load(output_loading_info=True, ignore_mismatched_sizes=True)
     except RuntimeError as error:  # about experts, and under ZeRO-3 about shapes, which only rank 0 sees
-        if not any(text in str(error) for text in LOAD_ERRORS):
+        if not re.search(r"automatic conversion of the weights|Error\(s\) in loading state_dict", str(error)):
             raise
         return None, [f"model={model}: its weights do not fit its config ({one_line(error)}); get its files again"]
     if getattr(loaded.config, "quantization_config", None):

@@ -63,8 +63,7 @@ class ModelSize:
     num_trainable: int  # parameters that get gradients: those of `saved_params` that patterns select
     saved_params: int
     """Parameters that are saved as the model: all, or the adapters' and modules_to_save's, trained or not."""
-    embedding_params: int  # of the input embedding; a tied head is the same weight
-    head_params: int  # of the output head; 0 if it is tied
+    vocab_params: int  # of the input embedding and, if it is not tied, of the output head
     expert_params: int  # of all routed experts together, which no linear layer contains
     active_params: int
     """Parameters that one token is multiplied with: all except the embedding table (a tied head counts) and the experts
@@ -103,7 +102,7 @@ class ModelSize:
     @property
     def plain_params(self) -> int:
         """Parameters that a quantised model keeps in its dtype, without norms."""
-        return self.embedding_params + self.head_params + self.plain_expert_params
+        return self.vocab_params + self.plain_expert_params
 
     @property
     def num_key_heads(self) -> int:
@@ -177,7 +176,6 @@ def measure_model(
     Args:
         scored: not trained: it may be a GGUF file, and keeps the format that it has on disk.
         adapter: a saved one over this model that is scored: the model gets its rows, and the format of its training.
-        config: of the model; None reads it.
         new_tokens: tokens that need new rows, beside those of the adapter.
     """
     name = options.model
@@ -343,8 +341,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         num_trainable=model.num_parameters(only_trainable=True),
         saved_params=saved_params,
         other_params=other_params,
-        embedding_params=embedding,
-        head_params=own_head,
+        vocab_params=embedding + own_head,
         expert_params=expert_params,
         active_params=base_params - (embedding if own_head else 0) - expert_params + active_experts,
         active_expert_params=active_experts,

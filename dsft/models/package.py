@@ -187,11 +187,8 @@ PACKAGES = ("bitsandbytes", "gguf", "compressed-tensors", "gptqmodel", "optimum"
 def quantization_on_disk(
     config: PreTrainedConfig, *, disk_bytes: int | None = None, trained: bool = False
 ) -> Quantization | None:
-    """Returns the format that a model's config names; None if its weights are not quantised.
-
-    Args:
-        disk_bytes: of its weight files, if they are on this machine.
-        trained: adapters are, or were, trained over the weights, which are then loaded with `unpacking_config`.
+    """Returns the format that a model's config names; None if its weights are not quantised. `trained`: adapters are,
+    or were, trained over the weights, which are then loaded with `unpacking_config`.
     """
     section, method = _section(config)
     if not section:

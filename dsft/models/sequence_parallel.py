@@ -54,11 +54,8 @@ class Team:
         return share_of(batch_BT, self.position()[1], self.size)
 
     def gather(self, columns_KN: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Return the columns of the whole batch, by position, on the CPU. Collective within the team.
-
-        Args:
-            columns_KN: of the scored tokens among this rank's positions, row by row.
-            targets_BT: of the whole batch.
+        """Return the columns of the whole batch, by position, on the CPU. Collective within the team. `columns_KN`: of
+        the scored tokens among this rank's positions, row by row; `targets_BT`: of the whole batch.
         """
         is_scored_BT = targets_BT != IGNORED
         place = self.position()[1]
@@ -71,11 +68,8 @@ class Team:
 
     @contextlib.contextmanager
     def attention(self, model: nn.Module, *, rows_BT: torch.Tensor | None = None) -> Iterator[None]:
-        """Exchange positions for heads in every attention of `model`, which is called with `share(batch)`.
-
-        Args:
-            rows_BT: position ids of full rows that restart with each sample, which keeps samples apart. Flash attention
-                gets the bounds of samples instead.
+        """Exchange positions for heads in every attention of `model`, which is called with `share(batch)`. `rows_BT`:
+        position ids of full rows that restart with each sample; flash attention gets the bounds of samples instead.
         """
         mask_B1TT = None
         if rows_BT is not None:

@@ -25,9 +25,7 @@ REPEATED = 64  # tokens at the end of a text that repeat one phrase
 
 
 def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of `config`, with its chat template and a pad token.
-    Raises UserError with all problems that `check_tokenizer` finds.
-    """
+    """Loads the tokenizer as `check_tokenizer`; UserError has all its problems."""
     problems = []
     tokenizer = check_tokenizer(config, problems)
     raise_if_any(problems)
@@ -80,9 +78,7 @@ def check_tokenizer(
 
 
 def save_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Lists why a tokenizer cannot be saved with checkpoints and the final model: for example, because a template's
-    name is not a valid file name.
-    """
+    """Lists why a tokenizer cannot be saved: for example, a template's name is not a valid file name."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             tokenizer.save_pretrained(folder)
@@ -170,12 +166,8 @@ def generate(
     temperature: float = 0.0,
     streamer: BaseStreamer | None = None,
 ) -> list[int]:
-    """Continues a prompt while the model has positions and does not repeat itself; returns the new tokens' ids.
-
-    Args:
-        ids: of the prompt; the model must have positions for at least one more token.
-        temperature: for sampling; 0 is greedy decoding.
-        streamer: receives the tokens as they are generated.
+    """Continues a prompt while the model has positions and does not repeat itself; returns the new tokens' ids. The
+    model must have positions for at least one more token than `ids`. `temperature`: 0 is greedy decoding.
     """
     text_config = model.config.get_text_config()
     check_ids(ids, tokenizer, text_config.vocab_size)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
@@ -41,8 +41,6 @@ from dsft.models.model_folder import (
 )
 from dsft.units import plural
 
-FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
-"""Raised when a weight file, or its index, is truncated or contains something else."""
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt")
 READ_ENDINGS = (*WEIGHT_ENDINGS, ".json", ".py")
@@ -156,9 +154,8 @@ def shapes_in(folder: Path) -> dict[str, list[int]]:
 def model_identity(
     model: str, *, revision: str | None, seed: int, endings: Collection[str] = READ_ENDINGS
 ) -> dict[str, str]:
-    """Returns the identity of a model: `content` is the same for a copy, `changed` is not. Args: `revision`: of a model
-    on the hub, whose commit is its identity; `seed`: for random weights if the model is only a config.json; `endings`:
-    of the files that count.
+    """Returns the identity of a model: `content` is the same for a copy, `changed` is not. `revision`: of a model on
+    the hub, whose commit is its identity; `seed`: for random weights; `endings`: of the files that count.
     """
     content = hashlib.sha256()
     changed = hashlib.sha256()
@@ -211,7 +208,7 @@ def _named(file: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except FILE_ERRORS as error:
+    except Exception as error:  # a truncated file can raise any error
         raise UserError(f"{Path(file).name}: cannot be read ({one_line(error)}); copy or download it again") from error
 
 
@@ -319,10 +316,9 @@ class ZeroShards:
         if not self.model_state.get("param_shapes"):
             raise UserError(f"{model_files[0]}: has no param_shapes, which say how the shards are cut; use another")
         groups = self.model_state["param_shapes"]  # of each trained parameter, unsharded
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, torch.Size] = {}
         for group in groups:
-            for name, shape in group.items():
-                self.shapes[name] = tuple(shape)
+            self.shapes |= group
         self.step: int | None = None  # of the optimizer; None if it does not count
         self._pieces: dict[str, list[_Piece]] = {}
         for rank, file in enumerate(files):
