@@ -206,9 +206,13 @@ class ChatRenderer:
         parts = _parts_of(self.source[turn])
         thought = "".join(part for kind, part in parts if kind == "reasoning")
         train_thinking = self.rules.train_thinking
-        trains_thinking = train_thinking in ("auto", "all") or (train_thinking == "last" and turn == self.wanted[-1])
+        trains_thinking = train_thinking in ("auto", "all")
+        if train_thinking == "last":
+            trains_thinking = turn == self.wanted[-1]
         start = content_start = 0
         opens = _THINKING_OPENS.search(prompt or "")
+        header = self.header(prompt)
+        position = text.rfind(header, 0, text.rfind(parts[0][1])) if header else -1
         if prompt and text.startswith(prompt):
             start = len(prompt)
             if not thought and train_thinking != "all":  # or the model would learn to skip thinking
@@ -220,7 +224,7 @@ class ChatRenderer:
             begin = f"{prompt}{thought}{_CLOSED_THINKING}"
             text = begin + text[opens.start() :].lstrip()
             content_start = len(begin)
-        elif (header := self.header(prompt)) and (position := text.rfind(header, 0, text.rfind(parts[0][1]))) >= 0:
+        elif position >= 0:
             # The template renders earlier messages differently once there is an answer (gpt-oss: analysis).
             start = content_start = len(prompt)
             text = prompt + text[position + len(header) :]

@@ -32,7 +32,10 @@ def sequence(ids: np.ndarray, trained: np.ndarray, weights: np.ndarray | None = 
     ids = np.asarray(ids, np.int64)
     labels = np.where(trained, ids, IGNORED)
     labels[:1] = IGNORED  # nothing precedes the first token
-    return {"input_ids": ids, "labels": labels} | ({} if weights is None else {"weights": np.array(weights)})
+    item = {"input_ids": ids, "labels": labels}
+    if weights is not None:
+        item["weights"] = np.array(weights)
+    return item
 
 
 @dataclass(eq=False, repr=False)
@@ -207,7 +210,9 @@ class EpochSampler(torch.utils.data.Sampler):
 
     @property
     def steps(self) -> int:
-        return len(self.items) // self.per_step if self.drop_last else -(-len(self.items) // self.per_step)
+        if self.drop_last:
+            return len(self.items) // self.per_step
+        return -(-len(self.items) // self.per_step)
 
     def __len__(self) -> int:
         return self.steps * self.per_step * self.shared_by
@@ -223,7 +228,8 @@ class EpochSampler(torch.utils.data.Sampler):
         if self.strategy == "sequential":
             real = np.arange(len(real))
         elif self.strategy == "batch_rebalance":  # the longest first within each step
-            real = real[np.lexsort((-lengths[real], np.arange(len(real)) // self.per_step))]
+            steps = np.arange(len(real)) // self.per_step
+            real = real[np.lexsort((-lengths[real], steps))]
         elif self.strategy == "group_by_length":
             real = np.array(get_length_grouped_indices(lengths.tolist(), self.per_step, generator=generator))
         num_items = self.steps * self.per_step
@@ -268,7 +274,8 @@ class Collator:
         width = padded_width(max(filled))
         if self.seq_len:
             width = min(width, self.seq_len)
-        shape = len(groups), -(-width // self.shared_by) * self.shared_by
+        share = -(-width // self.shared_by)
+        shape = len(groups), share * self.shared_by
         fills = {"input_ids": self.pad_token_id, "labels": IGNORED, "is_token": False}
         if any("weights" in each for group in groups for each in group):
             fills["weights"] = 1.0
@@ -290,9 +297,12 @@ class Collator:
                 flat = {name: each.view(1, -1) for name, each in batch.items()}
                 batch = flat | positions([*chain(*lengths)], flash=True)
             elif any(len(row) > 1 for row in lengths):
-                batch["position_ids"] = torch.cat([positions(row)["position_ids"] for row in lengths])
+                rows = [positions(row)["position_ids"] for row in lengths]
+                batch["position_ids"] = torch.cat(rows)
         elif self.masked and min(filled) < shape[1]:
-            batch["attention_mask"] = (torch.arange(shape[1]) < torch.tensor(filled)[:, None]).long()
+            ends_B1 = torch.tensor(filled)[:, None]
+            is_filled_BT = torch.arange(shape[1]) < ends_B1
+            batch["attention_mask"] = is_filled_BT.long()
 
         labels = "labels"
         if self.shared_by > 1:

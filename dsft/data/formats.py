@@ -158,11 +158,15 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
     """Returns the rules of a source, from the options; its format is `data_format`, or follows from the columns of its
     first rows. ValueError lists the present columns, and suggests the option that reads them.
     """
-    present = list(dict.fromkeys(name for row in rows for name, value in row.values.items() if value is not None))
+    present = []
+    for row in rows:
+        present += [name for name, value in row.values.items() if value is not None and name not in present]
     name = config.data_format
     if name == "auto" and config.completion_template:  # the user's own, whatever the columns are
         name = "template"
-    columns = {part: [names] if isinstance(names, str) else [*names] for part, names in config.columns.items()}
+    columns = {}
+    for part, names in config.columns.items():
+        columns[part] = [names] if isinstance(names, str) else [*names]
     if columns:
         name = "columns"
         has_turns = "messages" in columns or {"user", "assistant"} <= columns.keys()
@@ -332,11 +336,11 @@ def _from_table(row: dict[str, Any], rules: FormatRules) -> Chat:
     answer = _cell(row, rules.columns["assistant"][0])
     (earlier,) = rules.columns.get("history", [None])
     history = row.get(earlier) or []
-    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise ValueError(f"column {earlier!r} must be a list of [question, answer]")
     messages = []
-    for earlier_question, earlier_answer in history:
-        messages += _turns(earlier_question, earlier_answer)
+    for turn in history if isinstance(history, list) else [None]:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise ValueError(f"column {earlier!r} must be a list of [question, answer]")
+        messages += _turns(*turn)
     return _chat(messages + _turns("\n".join(questions), answer), row, rules)
 
 
@@ -384,7 +388,8 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: 
         if before["role"] not in allowed:
             follows = f"a message of the {before['role']}" if chat else "nothing"
             raise ValueError(f"message {number} ({message['role']}) follows {follows}: {problem}")
-        is_empty = not (message["content"].strip() or "tool_calls" in message or "reasoning_content" in message)
+        has_more = message.keys() & {"tool_calls", "reasoning_content"}
+        is_empty = not message["content"].strip() and not has_more
         if is_answer and is_empty and message.get("weight", 1):
             raise EmptyAnswer(f"message {number}, an assistant's, is empty")
         same_turn = before["role"] == "assistant" and before.get("weight") == message.get("weight")

@@ -102,7 +102,8 @@ class Source:
         """
         facts = []
         for file in map(Path, self.files):
-            facts.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])
+            status = file.stat()
+            facts.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
         if self.hub:
             facts += [*self.hub, _load_from_hub(*self.hub)._fingerprint]
         if self.map_row:
@@ -151,7 +152,8 @@ class HeldOut:
         share = Fraction(str(self.fraction))
         block = math.floor(number * share)
         generator = random.Random(f"{self.seed} {block}")
-        return number == generator.randrange(math.ceil(block / share), math.ceil((block + 1) / share))
+        first = math.ceil(block / share)
+        return number == generator.randrange(first, math.ceil((block + 1) / share))
 
     def rows(self, rows: Iterable[Row]) -> Iterator[Row]:
         number = 0
@@ -251,7 +253,8 @@ def _split_of(file: Path, files: list[Path]) -> str:
     """Returns the split of one of `files`, of a folder or glob: that of the last such word in its path, without the
     part common to all; by default train.
     """
-    words = re.split(r"[-._ 0-9/]+", str(file)[len(os.path.commonpath(files)) :].lower())
+    common = len(os.path.commonpath(files))
+    words = re.split(r"[-._ 0-9/]+", str(file)[common:].lower())
     return next((SPLITS[word] for word in reversed(words) if word in SPLITS), "train")
 
 

@@ -268,14 +268,19 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
     """Encodes the text of a chat, split at the ends of its trained spans, since a server encodes the prompt alone.
     Returns the ids, and the spans of trained ones.
     """
-    bounds = sorted({0, len(rendered.text), *(bound for span in rendered.spans for bound in span[:2])})
+    bounds = {0, len(rendered.text)}
+    for start, end, _ in rendered.spans:
+        bounds |= {start, end}
+    bounds = sorted(bounds)
     pieces = [rendered.text[start:end] for start, end in pairwise(bounds)]
     for place in range(1, len(pieces)):
         if pieces[place - 1].rstrip().endswith(_stripping_markers(tokenizer)):
             pieces[place] = pieces[place].lstrip()
-    encoded = [*encode(tokenizer, pieces[:1], special=False), *encode_continued(tokenizer, pieces[1:])]
+    first = encode(tokenizer, pieces[:1], special=False)
+    encoded = [*first, *encode_continued(tokenizer, pieces[1:])]
     ids = [token for piece in encoded for token in piece]
-    starts = dict(zip(bounds, np.cumsum([0, *map(len, encoded)]).tolist(), strict=True))
+    ends = np.cumsum([0, *map(len, encoded)]).tolist()
+    starts = dict(zip(bounds, ends, strict=True))
     return ids, [(starts[start], starts[end], weight) for start, end, weight in rendered.spans]
 
 
@@ -306,8 +311,9 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     # A template without tools cannot render calls: such chats are dropped.
     rules = format_rules(rows, DataFields(bad_rows="drop", seq_len=1 << 20))
     tokens = tokenise(rows, rules, tokenizer)
-    is_last = tokens.trained & ~np.append(tokens.trained[1:], False)
-    return list(dict.fromkeys(tokens.ids[is_last].tolist()))
+    is_next_trained = np.append(tokens.trained[1:], False)
+    ids = tokens.ids[tokens.trained & ~is_next_trained]
+    return list(dict.fromkeys(ids.tolist()))
 
 
 # Encoding
@@ -347,7 +353,8 @@ def encode_continued(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> It
         return
     before, bar = encode(tokenizer, ["\n", "|"], special=False)
     leads = ["|" if text.startswith("\n") else "\n" for text in texts]  # two line breaks may be one token
-    joined = encode(tokenizer, [lead + text for lead, text in zip(leads, texts, strict=True)], special=False)
+    texts = [lead + text for lead, text in zip(leads, texts, strict=True)]
+    joined = encode(tokenizer, texts, special=False)
     for lead, ids in zip(leads, joined, strict=True):
         yield ids[len(bar if lead == "|" else before) :]
 
@@ -391,7 +398,9 @@ class Store:
 
 def _mapped(folder: Path, name: str, dtype: str) -> np.ndarray:
     path = folder / f"{name}.bin"
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+    if not path.stat().st_size:
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def write_store(
@@ -483,7 +492,8 @@ def fingerprint(data: FormattedSource, tokenizer: PreTrainedTokenizerBase, prepa
         backend = tokenizer.backend_tokenizer.to_str()
     else:
         # For a slow tokenizer, adding BOS is an option that is not part of its vocabulary.
-        backend = json.dumps([sorted(tokenizer.get_vocab().items()), next(encode(tokenizer, ["a"]))])
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        backend = json.dumps([vocabulary, next(encode(tokenizer, ["a"]))])
     identity = [VERSION, data.source.identity, asdict(rules), data.held_out and asdict(data.held_out)]
     identity += [type(tokenizer).__name__, backend, tokenizer.split_special_tokens]
     identity += [str(tokenizer.special_tokens_map), str(tokenizer.chat_template), repr(preparation)]

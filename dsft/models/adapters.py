@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -140,7 +141,10 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
     left_out = _left_out(model)
     excluded = [rf"{re.escape(beginning.removesuffix('.'))}(\..*)?" for beginning in left_out]
     asked = fields.pop("exclude_modules", None) or []
-    excluded += [f"(?:{asked})"] if isinstance(asked, str) else [rf"(.*\.)?{re.escape(name)}" for name in asked]
+    if isinstance(asked, str):
+        excluded.append(f"(?:{asked})")
+    else:
+        excluded += [rf"(.*\.)?{re.escape(name)}" for name in asked]
     targets = options.lora_target_modules
     if targets == [ALL_LINEAR]:
         targets = ALL_LINEAR
@@ -158,8 +162,10 @@ def lora_config(options: LoraFields, model: PreTrainedModel, rows: Sequence[int]
             fields.setdefault("target_parameters", sorted(experts))
     if rows:
         # With tied weights peft trains the head's rows with the embedding's; it reads this from the model's config.
-        is_tied = getattr(model.config, "tie_word_embeddings", False)
-        fields["trainable_token_indices"] = {end: [*rows] for end in [*_ends(model)][: 1 if is_tied else 2]}
+        ends = [*_ends(model)]
+        if getattr(model.config, "tie_word_embeddings", False):
+            ends = ends[:1]
+        fields["trainable_token_indices"] = {end: [*rows] for end in ends}
     with warnings.catch_warnings(action="ignore"):
         return LoraConfig(
             task_type="CAUSAL_LM",
@@ -226,7 +232,8 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
         choices = ", ".join(map(str, starts))
         problems.append(f"lora_options: init_lora_weights={start} is not supported here; choose from {choices}")
     if options.add_tokens:
-        whole = [name for name in options.lora_modules_to_save if any(_is_meant(end, name) for end in _ends(model))]
+        ends = _ends(model)
+        whole = [name for name in options.lora_modules_to_save if any(_is_meant(end, name) for end in ends)]
         if whole or "trainable_token_indices" in options.lora_options:
             other = f"lora_modules_to_save: {whole[0]}" if whole else "lora_options: trainable_token_indices"
             problems.append(f"{other}: add_tokens trains the rows of new tokens; leave one out")
@@ -317,7 +324,8 @@ def grow_embeddings(model: PreTrainedModel, tokens: Iterable[int]) -> list[int]:
     if grown > before:
         model.resize_token_embeddings(grown, mean_resizing=False)
     if rows := sorted({*tokens, *range(before, grown)}):
-        for parameter in {p: None for end in _ends(model).values() for p in end.parameters()}:  # tied ones once
+        parameters = chain.from_iterable(end.parameters() for end in _ends(model).values())
+        for parameter in dict.fromkeys(parameters):  # tied ones once
             with gather_params_ctx([parameter]):
                 if parameter.device.type != "meta":
                     parameter[rows] = 0
@@ -373,8 +381,10 @@ def _unmatched(option: str, patterns: Iterable[str], names: dict[nn.Parameter, l
 
 def learning_rates(options: TrainConfig) -> dict[str, float]:
     """Returns pattern -> factor of the learning rate; the first match counts."""
-    plus = {LORA_PLUS: options.loraplus_lr_ratio} if options.loraplus_lr_ratio and options.method != "full" else {}
-    return dict(options.learning_rates) | plus
+    rates = dict(options.learning_rates)
+    if options.loraplus_lr_ratio and options.method != "full":
+        rates[LORA_PLUS] = options.loraplus_lr_ratio
+    return rates
 
 
 def rate_factors(model: nn.Module, rates: Mapping[str, float]) -> dict[nn.Parameter, float]:

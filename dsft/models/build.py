@@ -155,8 +155,10 @@ def build_model(
         # transformers rounds it to bfloat16, but zero.Init casts such buffers to the model's dtype.
         normalizer = unwrapped(model).model.normalizer
         normalizer.copy_(normalizer.bfloat16())
-    is_listed = any(name.endswith("experts") for name, each in model.named_modules() if isinstance(each, nn.ModuleList))
-    if is_listed and distributed.world_size() > 1 and (isinstance(config, TrainConfig) or is_deepspeed_zero3_enabled()):
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    is_listed = any(name.endswith("experts") for name in lists)
+    must_agree = isinstance(config, TrainConfig) or is_deepspeed_zero3_enabled()
+    if is_listed and must_agree and distributed.world_size() > 1:
         # In a repository's own code: ranks would wait for each other, or add up gradients of different experts.
         raise UserError(
             f"model={config.model}: its experts are a list of modules, of which each rank reaches others; use one rank,"
@@ -187,7 +189,8 @@ def load_weights(name: str, **options) -> PreTrainedModel:
             find_files(name, WEIGHT_FILES, options.get("revision"))  # downloads them to be compared with the config
         except UserError as error:
             raise UserError([f"model={name}: {problem}" for problem in error.problems]) from None
-    config = load_model_config(name, **{key: options.get(key) for key in ("revision", "trust_remote_code")})
+    source = {key: options.get(key) for key in ("revision", "trust_remote_code")}
+    config = load_model_config(name, **source)
     auto = AutoModelForCausalLM if gguf else auto_class(config)
     with quiet_report(bar=True):
         model, problems = _read(name, partial(auto.from_pretrained, place, config=config, **options, **gguf))

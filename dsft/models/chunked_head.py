@@ -110,7 +110,8 @@ class ChunkedHead:
 
     def _product(self, outputs: torch.Tensor, tile: slice) -> torch.Tensor:
         bias_W = None if self.linear.bias is None else self.linear.bias[tile]
-        return finish_logits(functional.linear(outputs, self.linear.weight[tile], bias_W), self.config).float()
+        product = functional.linear(outputs, self.linear.weight[tile], bias_W)
+        return finish_logits(product, self.config).float()
 
     @torch.no_grad()
     def agrees(self, ids_BT: torch.Tensor) -> bool:
@@ -133,7 +134,9 @@ class ChunkedHead:
 
 def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """Returns the largest difference, relative to the largest expected value."""
-    return ((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
+    difference = (logits - expected).abs().max()
+    largest = expected.abs().max().clamp(min=1e-12)
+    return (difference / largest).item()
 
 
 def are_same_logits(logits_NV: torch.Tensor, expected_NV: torch.Tensor) -> bool:
@@ -145,7 +148,8 @@ def are_same_logits(logits_NV: torch.Tensor, expected_NV: torch.Tensor) -> bool:
     tolerance = max(4 * torch.finfo(expected_NV.dtype).eps, 1e-4)
     expected_NV = expected_NV.float()
     differences_NV = (logits_NV.float() - expected_NV).abs()
-    return bool((differences_NV <= tolerance * expected_NV.abs().amax(dim=1, keepdim=True)).all())
+    largest_N1 = expected_NV.abs().amax(dim=1, keepdim=True)
+    return bool((differences_NV <= tolerance * largest_N1).all())
 
 
 LEAST_VOCAB = 32_000  # vocabulary size from which the loss is tiled by default

@@ -165,7 +165,8 @@ def missing(key: str, name: str) -> str | None:
             return None
         from huggingface_hub.constants import HF_HUB_CACHE  # after the environment variables that it reads are set
 
-        if (Path(HF_HUB_CACHE) / "--".join(["models", *name.split("/")[:2]])).is_dir():
+        folder = "--".join(["models", *name.split("/")[:2]])
+        if (Path(HF_HUB_CACHE) / folder).is_dir():
             return None
         where = " here, and the hub cannot be reached"
     return f"{key}={name}: no such folder or file{where}{nearest(name, map(str, Path(name).parent.glob('*')))}"

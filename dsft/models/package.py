@@ -101,9 +101,10 @@ def unreached(model: PreTrainedModel) -> tuple[str, ...]:
     """
     config = model.config
     text = config.get_text_config(decoder=True)
-    crossing = UNREACHED.get(config.model_type, ()) + tuple(
-        f"{name}." for name, module in model.named_modules() if type(module).__name__.endswith(WITHOUT_GRADIENT)
-    )
+    crossing = UNREACHED.get(config.model_type, ())
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith(WITHOUT_GRADIENT):
+            crossing += (f"{name}.",)
     if text is config:
         return crossing
     decoder = model.get_decoder()
@@ -214,10 +215,11 @@ def unpacking_config(config: PreTrainedConfig) -> Any:
 
 def _section(config: PreTrainedConfig) -> tuple[dict[str, Any] | None, str]:
     """Returns a config's section on quantisation, and the method that it names."""
-    section = getattr(config, "quantization_config", None) or getattr(
-        config.get_text_config(decoder=True), "quantization_config", None
-    )
-    section = section if isinstance(section, dict) or section is None else section.to_dict()
+    section = None
+    for part in (config, config.get_text_config(decoder=True)):
+        section = section or getattr(part, "quantization_config", None)
+    if section and not isinstance(section, dict):
+        section = section.to_dict()
     method = (section or {}).get("quant_method")
     return section, str(getattr(method, "value", method) or "bitsandbytes")
 

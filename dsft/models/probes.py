@@ -116,7 +116,9 @@ def small_model(
     text.pad_token_id = 0
     # At least two layers, and at least one of each kind.
     kinds = vars(text).get(text.attribute_map.get("layer_types", "layer_types"))
-    layers = max(2, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else 2
+    layers = 2
+    if kinds:
+        layers = max(2, *(kinds.index(kind) + 1 for kind in kinds))
     text.num_hidden_layers = min(layers, text.num_hidden_layers)
     if kinds:
         text.layer_types = kinds[:layers]
@@ -156,7 +158,8 @@ class RowRules:
 
     def joined(self, other: "RowRules") -> "RowRules":
         """Return the rules for two models that get the same batches."""
-        return RowRules(limits=tuple(sorted({*self.limits, *other.limits})), alone=self.alone or other.alone)
+        limits = {*self.limits, *other.limits}
+        return RowRules(limits=tuple(sorted(limits)), alone=self.alone or other.alone)
 
     def width(self, longest: int) -> int:
         """Return the padded length of a batch, at least one token: a document of one token has no inputs."""
@@ -177,7 +180,8 @@ def length_limits(config: PreTrainedConfig) -> tuple[int, ...]:
     # (modeling_rope_utils.py, dynamic_rope_update).
     text = config.get_text_config()
     of_longrope = rope_types(text).get("longrope", {}).get("original_max_position_embeddings")
-    return tuple(sorted({limit for limit in (max_positions(text), of_longrope) if limit}))
+    limits = {max_positions(text), of_longrope} - {None}
+    return tuple(sorted(limits))
 
 
 def rope_types(text: PreTrainedConfig) -> dict[str, dict]:
@@ -264,19 +268,23 @@ def try_packing(
     that runs here and keeps samples apart, else the one `asked` for; None for transformers' default. Collective.
     """
     picks = asked is None and has_gpu() and dtype != "float32"
-    for implementation in [*kernels, None] if picks else [asked]:
-        on_gpu = "flash" in (implementation or "") or (implementation in KERNELS and has_gpu())
+    candidates = [*kernels, None] if picks else [asked]
+    for implementation in candidates:
         try_it = partial(
             isolation_problem,
             config,
             attn_implementation=implementation,
-            device=distributed.device() if on_gpu else "cpu",
-            dtype=DTYPES[dtype] if on_gpu else torch.float32,
             trust_remote_code=trust_remote_code,
         )
-        # On GPUs each rank may have other packages, another compiler or no connection.
-        problems = distributed.from_all([try_it()]) if on_gpu else [distributed.on_rank_0(try_it)]
-        if (problem := next(filter(None, problems), None)) is None:
+        needs_gpu = "flash" in (implementation or "")
+        if needs_gpu or (implementation in KERNELS and has_gpu()):
+            # Each rank may have other packages, another compiler or no connection.
+            problem_here = try_it(device=distributed.device(), dtype=DTYPES[dtype])
+            problems = filter(None, distributed.from_all([problem_here]))
+            problem = next(problems, None)
+        else:
+            problem = distributed.on_rank_0(partial(try_it, device="cpu", dtype=torch.float32))
+        if problem is None:
             break
     return implementation, problem
 
@@ -303,7 +311,8 @@ def isolation_problem(config: PreTrainedConfig, *, dtype: torch.dtype, **options
         if model.device.type != "cpu":  # a kernel may have no backward, or not support dropout
             with torch.enable_grad():
                 packed = positions([20, 28], ids.device, flash=flash)
-                model.train()(input_ids=ids, use_cache=False, **packed).logits.float().sum().backward()
+                logits = model.train()(input_ids=ids, use_cache=False, **packed).logits
+                logits.float().sum().backward()
     except Exception as error:  # any, from an architecture's own code at unexpected sizes or positions
         why = f"{type(error).__name__}: {one_line(error)[:200]}"
         return f"it cannot be tried with a small model of this architecture ({why})"
@@ -356,8 +365,13 @@ def positions(lengths: list[int], device: torch.device | str = "cpu", *, flash: 
         return {"position_ids": position_ids}
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
     longest = max(lengths)
-    spans = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    return {"position_ids": position_ids} | spans
+    return {
+        "position_ids": position_ids,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 @one_thread()
@@ -373,10 +387,13 @@ def trains_in_tiles(config: PreTrainedConfig, **options) -> bool:
         outputs = model(input_ids=ids_BT, use_cache=False)
         if torch.is_tensor(outputs.get("aux_loss")):
             return False
-        plain = _gradients(model, sums_of_nats(outputs.logits.float().flatten(0, 1), targets_BT.flatten())[0])
+        logits_NV = outputs.logits.float().flatten(0, 1)
+        plain_loss, _ = sums_of_nats(logits_NV, targets_BT.flatten())
+        plain = _gradients(model, plain_loss)
         if not tile_loss(model, rows=7):
             return False
-        tiled = _gradients(model, model(input_ids=ids_BT, use_cache=False, targets=targets_BT)["sums"][0])
+        tiled_loss, _ = model(input_ids=ids_BT, use_cache=False, targets=targets_BT)["sums"]
+        tiled = _gradients(model, tiled_loss)
     except Exception:  # any, from an architecture's own code at unexpected sizes
         return False
     return _all_close(tiled, plain, noise=NOISE[torch.float32])
@@ -395,6 +412,7 @@ def _all_close(results: list[torch.Tensor], references: list[torch.Tensor], *, n
     least = 1e-3 * max(gradient.abs().max() for gradient in references[1:])
     for result, reference in zip(results, references, strict=True):
         largest = reference.abs().max().clamp(min=least)
-        if not (result - reference).abs().max() <= noise * largest:  # nor if it is NaN
+        difference = (result - reference).abs().max()
+        if not difference <= noise * largest:  # nor if it is NaN
             return False
     return True

@@ -81,12 +81,13 @@ class Team:
 
         def exchanging(module: nn.Module, query, key, value, _mask, **options):
             """Computes with query, key and value [B, H, T, D]."""
-            ulysses = _ulysses(function, self.group, query.shape[0], query.shape[1], key.shape[1], query.shape[3])
+            rows, heads, _, head_size = query.shape
+            ulysses = _ulysses(function, self.group, rows, heads, key.shape[1], head_size)
             # If key heads are repeated for the ranks, Ulysses sets this to the number of its share and leaves it so.
             groups = vars(module).get("num_key_value_groups")
             try:
                 output, weights = ulysses(module, query, key, value, mask_B1TT, **options)
-                return output.unflatten(-1, (query.shape[1], -1)), weights  # [B, T, H, D], as GPT-2 needs it
+                return output.unflatten(-1, (heads, -1)), weights  # [B, T, H, D], as GPT-2 needs it
             finally:
                 if groups is not None:
                     module.num_key_value_groups = groups
@@ -107,7 +108,8 @@ def share_of(batch: dict[str, Any], place: int, size: int) -> dict[str, Any]:
     """
     shape = batch["input_ids"].shape
     if "position_ids" not in batch:
-        batch = batch | {"position_ids": torch.arange(shape[1], device=batch["input_ids"].device).expand(shape)}
+        positions_T = torch.arange(shape[1], device=batch["input_ids"].device)
+        batch = batch | {"position_ids": positions_T.expand(shape)}
     here = slice(place * shape[1] // size, (place + 1) * shape[1] // size)  # in the order of ranks
     share = {}
     for name, value in batch.items():
@@ -122,7 +124,9 @@ def team_of(size: int) -> Team:
     if size == 1:
         return ALONE
     number, _, teams = Team(size=size).position()
-    groups = [dist.new_group([*range(team * size, (team + 1) * size)]) for team in range(teams)]
+    groups = []
+    for first in range(0, teams * size, size):
+        groups.append(dist.new_group([*range(first, first + size)]))
     return Team(size=size, group=groups[number])
 
 

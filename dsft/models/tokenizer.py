@@ -73,7 +73,8 @@ def check_tokenizer(
             f"tokenizer {tokenizer.name_or_path}: has neither a pad token nor an end token to pad with; add one to its"
             " files (tokenizer.pad_token = ..., save_pretrained)"
         )
-    problems += ids_beyond(tokenizer, vocab_size) if vocab_size else []
+    if vocab_size:
+        problems += ids_beyond(tokenizer, vocab_size)
     return tokenizer
 
 
@@ -153,7 +154,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
             )
     special = [AddedToken(marker, special=True, normalized=False) for marker in markers]
     tokenizer.add_tokens(special, special_tokens=True)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts if text not in (*vocabulary, *markers)])
+    known = {*vocabulary, *markers}
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts if text not in known])
     return sorted(number for text, number in tokenizer.get_vocab().items() if text not in vocabulary)
 
 
@@ -172,6 +174,8 @@ def generate(
     text_config = model.config.get_text_config()
     check_ids(ids, tokenizer, text_config.vocab_size)
     positions = max_positions(text_config)
+    if positions:
+        max_new_tokens = min(max_new_tokens, positions - len(ids))
     prompt_BT = torch.tensor([ids], device=model.device)
     sampling = {"do_sample": True, "temperature": temperature}
     if not temperature:  # those of the model's generation_config would warn
@@ -181,7 +185,7 @@ def generate(
     output_BT = model.generate(
         input_ids=prompt_BT,
         attention_mask=torch.ones_like(prompt_BT),
-        max_new_tokens=min(max_new_tokens, positions - len(ids)) if positions else max_new_tokens,
+        max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
         tokenizer=tokenizer,  # for the stop_strings of a generation_config
         use_cache=True,  # training turns it off in the config

@@ -174,7 +174,8 @@ def model_identity(
         if path.is_dir():
             folder = Path(described_in(name))
             # Deeper ones may belong to runs.
-            inside = {*path.glob("*"), *folder.glob("*"), *(step_folder(folder) or folder).glob("*")}
+            shards = step_folder(folder) or folder
+            inside = {*path.glob("*"), *folder.glob("*"), *shards.glob("*")}
             files = {file for file in inside if file.suffix in endings or file.name == "latest"}
         for file in sorted(files):
             if not file.is_file() or file.name == RESULTS:
@@ -389,6 +390,8 @@ class ZeroShards:
             first = max(start, offset)
             last = min(stop, offset + piece.numel)
             if first < last:
-                parts.append(piece.flats[state].narrow(0, piece.start + first - offset, last - first).float())
+                flat = piece.flats[state]
+                part = flat.narrow(0, piece.start + first - offset, last - first)
+                parts.append(part.float())
             offset += piece.numel
         return torch.cat(parts)
