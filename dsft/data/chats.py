@@ -36,8 +36,8 @@ _WAY_OUT = (
     " it out and counts such rows"
 )
 
+# Trained spans, as (start, end, weight); if they overlap, the weight of the later one counts.
 Spans = list[tuple[int, int, float]]
-"""Trained spans, as (start, end, weight); if they overlap, the weight of the later one counts."""
 
 
 @dataclass(kw_only=True)

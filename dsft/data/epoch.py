@@ -23,8 +23,8 @@ from dsft.models.probes import RowRules, positions
 from dsft.models.sequence_parallel import share_of
 from dsft.units import IGNORED, padded_width
 
+# input_ids and labels, both [T] int64; optionally weights, [T] float32, factors of each label's loss.
 Sequence = dict[str, np.ndarray]
-"""input_ids and labels, both [T] int64; optionally weights, [T] float32, factors of each label's loss."""
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
 
 

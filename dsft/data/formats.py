@@ -35,11 +35,13 @@ SOURCE_OPTIONS = ("data", "data_name", "data_split", "data_format", "data_cache"
 SYSTEM_COLUMNS = ("system", "system_prompt")
 TOOL_COLUMNS = ("tools", "functions", "tool_defs", "available_tools")
 CHAT_COLUMNS = (*SYSTEM_COLUMNS, *TOOL_COLUMNS)  # read beside the turns of every chat
+# Common column names, from which `suggest_columns` suggests `columns`.
 TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns")
 USER_COLUMNS = ("question", "query", "instruction", "prompt", "problem", "input", "user")
 MORE_OF_USER = ("input", "context")
 ASSISTANT_COLUMNS = ("answer", "response", "completion", "output", "solution", "assistant")
-"""Common column names, from which `suggest_columns` suggests `columns`."""
+# Roles of OpenAI, ShareGPT, LLaMA-Factory and ms-swift -> roles of chat templates. The content of a tool_call is the
+# call as JSON, which becomes `tool_calls` of the assistant's turn.
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
@@ -47,18 +49,14 @@ ROLES = {
     **dict.fromkeys(("function", "function_response", "ipython", "observation", "tool_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "tool_call"),
 }
-"""Roles of OpenAI, ShareGPT, LLaMA-Factory and ms-swift -> roles of chat templates. The content of a tool_call is the
-call as JSON, which becomes `tool_calls` of the assistant's turn.
-"""
+# Role -> (the roles that it may follow, None at the beginning; the problem otherwise). Two consecutive turns of an
+# assistant are two answers.
 FOLLOWS = {
     "system": ({None, "system", "developer"}, "it must come first"),
     "developer": ({None, "system", "developer"}, "it must come first"),
     "user": ({None, "system", "developer", "assistant", "tool"}, "two messages of one role in a row; join them"),
     "tool": ({"assistant", "tool"}, "it must follow a turn of the assistant"),
 }
-"""Role -> (the roles that it may follow, None at the beginning; the problem otherwise). Two consecutive turns of an
-assistant are two answers.
-"""
 MOST_WEIGHT = 1_000_000  # of a message: beyond it fp32 sums of a step would lose its other tokens
 REASONING = ("reasoning_content", "thinking", "reasoning")
 TURN_FLAGS = ("train", "loss", "training", "label")  # false: the turn is context only (axolotl, ms-swift)
@@ -78,10 +76,9 @@ WAY_OUT = "take it out of the data, or name it in drop_keys, which ignores it"
 NOTHING = (None, "", [], {})
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["']role["']""")
 
+# role, content (text); optionally reasoning_content, name, tool_call_id, tool_calls with arguments that are objects,
+# and weight if it is not 1 (0 for a turn that is not trained).
 Message = dict[str, Any]
-"""role, content (text); optionally reasoning_content, name, tool_call_id, tool_calls with arguments that are objects,
-and weight if it is not 1 (0 for a turn that is not trained).
-"""
 
 
 @dataclass(frozen=True, kw_only=True)

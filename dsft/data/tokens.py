@@ -48,24 +48,22 @@ from dsft.runtime.hardware import cpu_count, free_host_bytes
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token for a byte of a character without a piece
 FACTS = "facts.json"
+# Counts of every source, in the order of the printed line; `tokens` follow. For chats: rendered_apart (separate
+# sequences for answers that the template renders differently in a longer chat), unrendered, unprompted (answers
+# without a matching generation prompt), empty_thinking; weighted_tokens: trained tokens with a weight other than 1.
 COUNTS = (
     *("rows", "left_out_by_map_row", "truncated", "split"),
     *("dropped_long", "dropped_untrained", "dropped_empty", "dropped_bad"),
     *("rendered_apart", "unrendered", "unprompted", "empty_thinking", "trained_tokens", "weighted_tokens"),
 )
-"""Counts of every source, in the order of the printed line; `tokens` follow. For chats: rendered_apart (separate
-sequences for answers that the template renders differently in a longer chat), unrendered, unprompted (answers without
-a matching generation prompt), empty_thinking; weighted_tokens are trained tokens with a weight other than 1.
-"""
+# Name -> type; bytes are UTF-8.
 DOCUMENT_COLUMNS = {"document_hashes": "uint64", "document_bytes": "int64", "document_words": "int64"}
-"""Name -> type; bytes are UTF-8."""
 VERSION = 16  # of the folders; raised by changes of the code that change tokens
+# Of chats, which are rendered one by one; smaller sources are tokenised in this process. Texts and pairs are
+# tokenised in batches by the tokenizer's own threads.
 WORKERS_FROM_BYTES = 8 << 20
-"""Of chats, which are rendered one by one; smaller sources are tokenised in this process. Texts and pairs are tokenised
-in batches by the tokenizer's own threads.
-"""
+# Memory of a worker beside shared pages; together they use at most a quarter of the free memory.
 WORKER_BYTES = 200 << 20
-"""Memory of a worker beside shared pages; together they use at most a quarter of the free memory."""
 
 Sample = Text | Pair | Chat | None  # a converted row; None if it is left out
 

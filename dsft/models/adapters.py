@@ -29,8 +29,10 @@ from dsft.runtime import replaced
 from dsft.units import plural
 
 ALL_LINEAR = "all-linear"
+# Values of `model_type` for which peft refuses to adapt out_proj: Mamba's kernel reads its weight.
 MAMBA_TYPES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Values of `model_type` for which peft refuses to adapt out_proj: Mamba's kernel reads its weight."""
+# Types of saved adapters that are scored, merged and trained further. A merge by peft computes the same as base and
+# adapter (each in tests/checkpoints/test_export_adapters.py).
 ADAPTER_TYPES = frozenset(
     (
         *("BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING"),
@@ -38,9 +40,6 @@ ADAPTER_TYPES = frozenset(
         *("SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
     )
 )
-"""Types of saved adapters that are scored, merged and trained further. A merge by peft computes the same as base and
-adapter (each in tests/checkpoints/test_export_adapters.py).
-"""
 # Fields of LoRA that dsft plans, evaluates and merges.
 LORA_FIELDS = frozenset(
     (
@@ -51,12 +50,11 @@ LORA_FIELDS = frozenset(
     )
 )
 QLORA_STARTS = (True, False, "gaussian", "orthogonal")  # values of `init_lora_weights` that need no weights of the base
+# Others need the data, or change the base in a way that cannot be reproduced from the saved adapter. peft repeats the
+# last two each time it loads the adapter.
 LORA_STARTS = (*QLORA_STARTS, "mica", "pissa", "olora")
-"""Others need the data, or change the base in a way that cannot be reproduced from the saved adapter. peft repeats the
-last two each time it loads the adapter.
-"""
+# A grown vocabulary is padded to a multiple of this: products of other widths take a GPU up to a third longer.
 ROWS_MULTIPLE = 64
-"""A grown vocabulary is padded to a multiple of this: products of other widths take a GPU up to a third longer."""
 WRAPPERS = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 LORA_PLUS = r"\.lora_(embedding_)?B\."  # the matrices that start at zero (arXiv 2402.12354)
 

@@ -84,8 +84,8 @@ from dsft.units import plural
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NO_PLACE = "of its weights have no place in the model"
+# Buffers of masks that files of GPT-2, GPT-Neo, GPT-J and CodeGen still contain.
 MASKS = re.compile(r"\.attn(\.attention)?\.((masked_)?bias|causal_mask)$")
-"""Buffers of masks that files of GPT-2, GPT-Neo, GPT-J and CodeGen still contain."""
 
 
 def resolve_dtype(dtype: str) -> str:

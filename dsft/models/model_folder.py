@@ -20,13 +20,13 @@ OPTIMIZER_FILES = "*_optim_states.pt"
 MODEL_FILES = "*_model_states.pt"  # files that DeepSpeed writes into a `global_step` folder
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"
+# Chat templates: name -> file; the only list of them.
 PRESETS = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
-"""Chat templates: name -> file; the only list of them."""
 GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+# Model folders inside a run's folder: the final one, and the prefix of checkpoint-N (PREFIX_CHECKPOINT_DIR of
+# transformers.trainer_utils, whose import takes seconds).
 FINAL = "final"
 CHECKPOINT = "checkpoint"
-"""Model folders inside a run's folder: the final one, and the prefix of checkpoint-N (PREFIX_CHECKPOINT_DIR of
-transformers.trainer_utils, whose import takes seconds)."""
 
 
 def is_step_folder(model: str) -> bool:

@@ -43,8 +43,8 @@ UNREACHED = {
     "git": ("git.image_encoder.", "git.visual_projection."),
     "phi4_multimodal": ("model.embed_tokens_extend.",),
 }
+# Classes of modules that are skipped without an image, or select keys outside the autograd graph (DeepSeek-V3.2).
 WITHOUT_GRADIENT = ("MllamaCrossAttentionDecoderLayer", "Indexer")
-"""Classes of modules that are skipped without an image, or select keys outside the autograd graph (DeepSeek-V3.2)."""
 
 
 def auto_class(config: PreTrainedConfig) -> type:
@@ -177,12 +177,11 @@ FORMATS = {
     "int8": Quantization(format="int8", lies_on_disk=False),
 }
 GGUF = Quantization(format="gguf", bits=16, is_unpacked=True)
+# Values of `quant_method` that transformers can unpack (`dequantize` in their configuration). Adapters are trained
+# and evaluated over the unpacked weights, and `dsft export` writes them.
 UNPACKABLE = ("compressed-tensors", "fp8", "mxfp8", "mxfp4")
-"""Values of `quant_method` that transformers can unpack (`dequantize` in their configuration). Adapters are trained and
-evaluated over the unpacked weights, and `dsft export` writes them.
-"""
+# Packages whose versions can change the results of a quantised model.
 PACKAGES = ("bitsandbytes", "gguf", "compressed-tensors", "gptqmodel", "optimum")
-"""Packages whose versions can change the results of a quantised model."""
 
 
 def quantization_on_disk(

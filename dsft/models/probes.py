@@ -245,15 +245,14 @@ def _differences(model: nn.Module) -> tuple[float, float]:
     return distance(first_half(later), expected), distance(first_half(neighbour), expected)
 
 
+# Relative, of loss and gradients: kernels add up the gradients of grouped keys in different orders.
 NOISE = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""Relative, of loss and gradients: kernels add up the gradients of grouped keys in different orders."""
 
 
+# GPU attention that keeps packed samples apart without a T x T matrix, fastest first: flash-attn if it is installed,
+# else from the hub by the package kernels (transformers 5.23, modeling_flash_attention_utils.py,
+# FLASH_ATTN_KERNEL_FALLBACK); torch's own, which triton compiles.
 KERNELS = ("flash_attention_2", "flex_attention")
-"""GPU attention that keeps packed samples apart without a T x T matrix, fastest first: flash-attn if it is installed,
-else from the hub by the package kernels (transformers 5.23, modeling_flash_attention_utils.py,
-FLASH_ATTN_KERNEL_FALLBACK); torch's own, which triton compiles.
-"""
 
 
 def try_packing(

@@ -148,8 +148,8 @@ def _ulysses(function: Callable, group: Any, rows: int, heads: int, key_heads: i
 
 WHOLE_ATTENTION = ("full_attention", "sliding_attention")  # kinds of layers that Ulysses can compute
 WAY_OUT = "leave sequence_parallel out, the model works with one rank for each row"
+# transformers chooses their angles by the largest position of a rank, which differs between ranks.
 MOVING_ROPES = ("longrope", "dynamic")
-"""transformers chooses their angles by the largest position of a rank, which differs between ranks."""
 
 
 def refused_model(facts: ModelFacts, *, size: int, world: int, seq_len: int, attention: str, model: str) -> str:

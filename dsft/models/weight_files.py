@@ -44,15 +44,15 @@ from dsft.units import plural
 WEIGHT_FILES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt")
 READ_ENDINGS = (*WEIGHT_ENDINGS, ".json", ".py")
+# Suffixes of a head's name on disk, which transformers renames while loading (conversion_mapping.py).
 HEADS = (".lm_head.weight", ".embed_out.weight", ".head.weight", ".output.weight", ".unembed.weight")
-"""Suffixes of a head's name on disk, which transformers renames while loading (conversion_mapping.py)."""
 RESULTS = "perplexity.json"  # an evaluation may have written it beside the model
 BLOCK_BYTES = 1 << 16
 BLOCKS = 64  # evenly spaced blocks of each file that `model_identity` reads
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+# The first turns `torch.load(weights_only=False)` into a weights-only load (torch/serialization.py).
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_NOT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-"""The first turns `torch.load(weights_only=False)` into a weights-only load (torch/serialization.py)."""
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:function|got) <class '([^']+)'>|unrecognized function (.+?)(?: which|$)")
 _trusted: ContextVar[bool] = ContextVar("_trusted", default=False)
 
