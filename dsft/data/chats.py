@@ -7,6 +7,7 @@ the rendering of the whole chat if this has the same beginning, else in a separa
 Templates are not parsed: neither their {% generation %} markers nor their roles are read.
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -55,7 +56,6 @@ class _Answer:
     start: int  # of the trained characters
     end: int  # of the token that ends the turn, if there is one
     ends_open: bool  # whether no token in the text stops the model there
-    weight: float
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
@@ -126,10 +126,10 @@ class ChatRenderer:
                 if answer.ends_open:
                     sequence.text = self.closed(answer.text[:end])
                     end = len(sequence.text)
-                span = (answer.start, end, answer.weight)
+                span = (answer.start, end)
             if sequence not in sequences:
                 sequences.append(sequence)
-            sequence.spans.insert(0, span)
+            sequence.spans.insert(0, (*span, self.weight(turn)))
         if len(sequences) > 1:
             self.notes["rendered_apart"] = (
                 f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"
@@ -137,7 +137,7 @@ class ChatRenderer:
         return sequences[::-1] or [whole]
 
     def all_trained(self, whole: Rendered) -> Rendered:
-        if any(self.weight(turn) != 1 for turn in range(len(self.source))):
+        if any(message.get("weight", 1) != 1 for message in self.source):
             raise ValueError(
                 "a message has a weight, and train_on: all trains every token alike; use train_on: answers"
             )
@@ -157,13 +157,13 @@ class ChatRenderer:
 
     def check_messages(self) -> None:
         """Raises ValueError, or adds a note, if the template leaves out tools or a message that is not trained."""
-        problems = []
         if self.tools:
-            try:
-                if self.render(self.source, tools=False) == self.whole:
-                    problems.append("the chat template does not render tools")
-            except TEMPLATE_ERRORS:
-                pass  # it needs tools, so it renders them
+            without_tools = None
+            with contextlib.suppress(*TEMPLATE_ERRORS):  # it needs tools, so it renders them
+                without_tools = self.render(self.source, tools=False)
+            if without_tools == self.whole:
+                self.unrendered("the chat template does not render tools")
+                return
         trains_all = self.rules.train_on == "all"
         for turn, message in enumerate(self.source):
             if turn in self.wanted and not trains_all:
@@ -175,9 +175,8 @@ class ChatRenderer:
                 # A template may shorten earlier answers, also on a server.
                 if is_answer and not trains_all and _find(part, self.render(self.source[: turn + 1])):
                     continue
-                problems.append(self.not_rendered(turn, kind))
-        if problems:
-            self.unrendered(problems[0])
+                self.unrendered(self.not_rendered(turn, kind))
+                return
 
     def not_rendered(self, turn: int, kind: str) -> str:
         return f"message {turn + 1} ({self.source[turn]['role']}): the chat template does not render its {kind}"
@@ -230,13 +229,14 @@ class ChatRenderer:
             text = prompt + text[position + len(header) :]
         else:
             prompt = None
+            header = ""
         spans = []
         for kind, part in parts:
             span = _find(part, text, start if kind == "reasoning" else content_start)
             if span is None and (kind != "reasoning" or trains_thinking):
                 self.unrendered(self.not_rendered(turn, kind))
             elif span and kind == "reasoning":
-                content_start = max(content_start, self.after_reasoning(text, span[1], prompt))
+                content_start = max(content_start, self.after_reasoning(text, span[1], header))
             if span:
                 spans.append(span)
         if not spans:  # no part of the answer is rendered
@@ -253,7 +253,6 @@ class ChatRenderer:
             start=start,
             end=stops[-1].end() if stops else len(text.rstrip()),
             ends_open=not stops,
-            weight=self.weight(turn),
         )
 
     def header(self, prompt: str | None) -> str:
@@ -273,18 +272,17 @@ class ChatRenderer:
                 return match.end()
         return start
 
-    def after_reasoning(self, text: str, end: int, prompt: str | None) -> int:
+    def after_reasoning(self, text: str, end: int, header: str) -> int:
         """Returns the start of the answer after reasoning that ends at `end`. The model must write the answer's channel
         or the opening of a call itself.
         """
-        header = self.header(prompt)
         position = text.find(header, end)
         if header and position >= 0:  # reasoning is a separate message (gpt-oss)
             return position + len(header)
         closing = _THINKING_END.search(text, end)
         return closing.end() if closing else end
 
-    def place(self, answer: _Answer, text: str) -> tuple[int, int, float] | None:
+    def place(self, answer: _Answer, text: str) -> tuple[int, int] | None:
         """Returns the span of an answer in the rendering of a longer chat; None if other text precedes it there."""
         trained = answer.text[answer.start : answer.end]
         for before in (answer.text[: answer.start], answer.prompt or ""):
@@ -296,7 +294,7 @@ class ChatRenderer:
                 if not follows:
                     continue
                 end = follows.end()
-            return len(before), end, answer.weight
+            return len(before), end
         return None
 
 
