@@ -85,7 +85,10 @@ class ChatRenderer:
         answers = [turn for turn, message in enumerate(self.source) if message["role"] == "assistant"]
         if rules.train_on == "last":
             answers = answers[-1:]
-        self.wanted = [turn for turn in answers if self.weight(turn) and _parts_of(self.source[turn])]
+        self.wanted = []
+        for turn in answers:
+            if self.weight(turn) and _parts_of(self.source[turn]):
+                self.wanted.append(turn)
         self.whole = self.render(self.source)
 
     def weight(self, turn: int) -> float:
@@ -200,7 +203,9 @@ class ChatRenderer:
         return prompts[0]
 
     def answer(self, turn: int) -> _Answer:
-        text = self.whole if turn + 1 == len(self.source) else self.render(self.source[: turn + 1])
+        text = self.whole
+        if turn + 1 < len(self.source):
+            text = self.render(self.source[: turn + 1])
         prompt = self.prompt_of(turn, text)
         parts = _parts_of(self.source[turn])
         thought = "".join(part for kind, part in parts if kind == "reasoning")
@@ -211,7 +216,9 @@ class ChatRenderer:
         start = content_start = 0
         opens = _THINKING_OPENS.search(prompt or "")
         header = self.header(prompt)
-        position = text.rfind(header, 0, text.rfind(parts[0][1])) if header else -1
+        position = -1
+        if header:
+            position = text.rfind(header, 0, text.rfind(parts[0][1]))
         if prompt and text.startswith(prompt):
             start = len(prompt)
             if not thought and train_thinking != "all":  # or the model would learn to skip thinking

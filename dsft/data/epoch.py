@@ -61,7 +61,8 @@ class Sequences(torch.utils.data.Dataset):
     @property
     def identity(self) -> dict[str, Any]:
         """Number of items, and a digest of their lengths and of all tokens."""
-        content = hashlib.sha256(np.asarray(self.lengths, np.int64).tobytes())
+        lengths = np.asarray(self.lengths, np.int64)
+        content = hashlib.sha256(lengths.tobytes())
         for store in self.stores:
             content.update(store.facts["tokens_hash"].encode())
         return {"sequences of data": len(self), "content of data": content.hexdigest()[:16]}
@@ -117,7 +118,9 @@ def count(sequences: Sequences) -> dict[str, Any]:
     """Returns the counts of all sources together, for run.json."""
     stores = sequences.stores
     names = stores[0].counts.keys()
-    counts = {name: sum(store.counts[name] for store in stores) for name in names}
+    counts = {}
+    for name in names:
+        counts[name] = sum(store.counts[name] for store in stores)
     # The first token of each window of text is context only.
     texts = [place for place, store in enumerate(stores) if store.is_text]
     counts["trained_tokens"] -= int(np.isin(sequences.places, texts).sum())
@@ -231,9 +234,11 @@ class EpochSampler(torch.utils.data.Sampler):
             steps = np.arange(len(real)) // self.per_step
             real = real[np.lexsort((-lengths[real], steps))]
         elif self.strategy == "group_by_length":
-            real = np.array(get_length_grouped_indices(lengths.tolist(), self.per_step, generator=generator))
+            indices = get_length_grouped_indices(lengths.tolist(), self.per_step, generator=generator)
+            real = np.array(indices)
         num_items = self.steps * self.per_step
-        return [*real.tolist(), *range(len(real), num_items)][:num_items]
+        blank = range(len(real), num_items)
+        return [*real.tolist(), *blank][:num_items]
 
 
 # Tensors
@@ -268,7 +273,9 @@ class Collator:
     shared_by: int = 1
 
     def __call__(self, items: list[list[Sequence]]) -> dict[str, Any]:
-        groups = items if self.packed else [[each] for item in items for each in item]
+        groups = items
+        if not self.packed:
+            groups = [[each] for item in items for each in item]
         lengths = [[len(each["input_ids"]) for each in group] for group in groups]
         filled = [sum(row) for row in lengths]
         width = padded_width(max(filled))
@@ -277,7 +284,8 @@ class Collator:
         share = -(-width // self.shared_by)
         shape = len(groups), share * self.shared_by
         fills = {"input_ids": self.pad_token_id, "labels": IGNORED, "is_token": False}
-        if any("weights" in each for group in groups for each in group):
+        has_weights = any("weights" in each for group in groups for each in group)
+        if has_weights:
             fills["weights"] = 1.0
         batch = {name: torch.full(shape, fill) for name, fill in fills.items()}
         for row, group in enumerate(groups):

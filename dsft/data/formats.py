@@ -116,7 +116,8 @@ class FormatRules(DataFields):
         """The class of the converted rows: Text, Pair or Chat."""
         if self.columns or self.has_chat_pairs or self.as_chat:
             return Chat
-        return Pair if self.format == "prompt_completion" or self.prompt_template else Text
+        is_pair = self.format == "prompt_completion" or self.prompt_template
+        return Pair if is_pair else Text
 
     @property
     def is_text(self) -> bool:
@@ -169,7 +170,11 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
         has_turns = "messages" in columns or {"user", "assistant"} <= columns.keys()
         if not has_turns or columns.keys() - {"messages", "system", "history", "user", "assistant"}:
             raise ValueError(f"columns={config.columns}: name user and assistant, or messages; also system, history")
-        wrong = [part for part, names in columns.items() if len(names) != 1 and (part != "user" or not names)]
+        wrong = []
+        for part, names in columns.items():
+            lists_several = part == "user" and len(names) > 1
+            if len(names) != 1 and not lists_several:
+                wrong.append(part)
         if wrong:
             raise ValueError(f"columns={config.columns}: {' and '.join(wrong)} must name one column")
     if name == "auto":
@@ -213,7 +218,9 @@ def suggest_columns(present: Iterable[str]) -> dict[str, Any]:
         parts = {"messages": turns[0]}
     elif questions and answers:
         more = [name for name in find(MORE_OF_USER) if name != questions[0]]
-        parts = {"user": [questions[0], *more] if more else questions[0], "assistant": answers[0]}
+        parts = {"user": questions[0], "assistant": answers[0]}
+        if more:
+            parts["user"] = [questions[0], *more]
         if history := find(["history"]):
             parts["history"] = history[0]
     else:
@@ -287,7 +294,9 @@ def _sample(row: dict[str, Any], rules: FormatRules) -> Text | Pair | Chat:
 
 def unused_columns(rows: list[Row], rules: FormatRules) -> tuple[str, ...]:
     """Lists columns that have a value in some row and are never read."""
-    names = dict.fromkeys(name for row in rows for name, value in row.values.items() if value not in NOTHING)
+    names = {}
+    for row in rows:
+        names |= dict.fromkeys(name for name, value in row.values.items() if value not in NOTHING)
     return tuple(name for name in names if name not in rules.read and name not in VERDICTS)
 
 
@@ -447,8 +456,9 @@ def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tup
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"message {number} has the role {role!r}; the roles are {', '.join(ROLES)}")
     place = f"message {number} ({role})"
-    if unknown := [repr(key) for key, value in given.items() if key not in MESSAGE_KEYS and value not in NOTHING]:
-        raise ValueError(f"{place} has {', '.join(unknown)}, which dsft does not read; {WAY_OUT}")
+    unknown = [key for key in given if key not in MESSAGE_KEYS and given[key] not in NOTHING]
+    if unknown:
+        raise ValueError(f"{place} has {', '.join(map(repr, unknown))}, which dsft does not read; {WAY_OUT}")
     content = given.get("content", given.get("value"))
     calls = given.get("tool_calls") or []
     is_call = ROLES[role] == "tool_call"

@@ -238,8 +238,9 @@ def _find_files(entry: str) -> list[Path]:
     files = [file for file in files if not file.is_dir()]
     if not files and path.is_dir():
         raise ValueError(f"the folder {entry} contains no {kinds} file")
-    has_folders = entry.startswith((".", "~", "/")) or entry.partition(":")[0].count("/") > 1
-    if not files and (ending(entry) or has_folders or "*" in entry):
+    has_folders = entry.partition(":")[0].count("/") > 1
+    is_path = has_folders or "*" in entry or entry.startswith((".", "~", "/"))
+    if not files and (is_path or ending(entry)):
         raise ValueError(f"{entry} does not exist (working directory: {Path.cwd()})")
     for file in files:
         if not file.exists():

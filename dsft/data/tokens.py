@@ -106,7 +106,8 @@ def tokenise_samples(builder: "TokensBuilder", tokenizer: PreTrainedTokenizerBas
                 ids = next(beginnings)
                 if sample.text:
                     ids += end_of(sample.text, tokenizer)
-                    builder.put(np.array(ids, np.int32), np.ones(len(ids), np.float32))
+                    weights = np.ones(len(ids), np.float32)
+                    builder.put(np.array(ids, np.int32), weights)
                 else:
                     builder.counts["dropped_empty"] += 1
             case Pair():  # prompt and completion unchanged
@@ -161,7 +162,8 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, int
         else:
             text = added.get(number) or piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
             bytes_V[number] = len(text.encode())
-    blank = int(bytes_V[next(encode(tokenizer, ["a"], special=False))].sum()) - 1
+    first = next(encode(tokenizer, ["a"], special=False))
+    blank = int(bytes_V[first].sum()) - 1
     return bytes_V, max(0, blank)
 
 
@@ -279,7 +281,10 @@ def _encode_rendered(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> 
     ids = [token for piece in encoded for token in piece]
     ends = np.cumsum([0, *map(len, encoded)]).tolist()
     starts = dict(zip(bounds, ends, strict=True))
-    return ids, [(starts[start], starts[end], weight) for start, end, weight in rendered.spans]
+    spans = []
+    for start, end, weight in rendered.spans:
+        spans.append((starts[start], starts[end], weight))
+    return ids, spans
 
 
 @functools.lru_cache(maxsize=8)
@@ -302,7 +307,9 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     place = {"type": "object", "properties": {"word": {"type": "string", "description": "a word"}}}
     tool = {"type": "function", "function": {"name": "look_up", "description": "looks up", "parameters": place}}
     in_words = {"role": "system", "content": "look_up(word)"}  # for a template without tools
-    rows = [Row({"messages": [ask, answer]}), Row({"messages": [ask, answer, ask, answer]})]
+    rows = []
+    for messages in ([ask, answer], [ask, answer, ask, answer]):
+        rows.append(Row({"messages": messages}))
     for messages in ([ask, calling], [ask, calling, result, answer]):
         rows.append(Row({"messages": messages, "tools": [tool]}))
         rows.append(Row({"messages": [in_words, *messages]}))
@@ -377,7 +384,8 @@ class Store:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        facts = (folder / FACTS).read_text(encoding="utf-8")
+        self.facts: dict[str, Any] = json.loads(facts)
         """is_text, source, dtype, counts, first, tokens_hash."""
         self.counts: dict[str, int] = self.facts["counts"]
         self.is_text: bool = self.facts["is_text"]
@@ -434,9 +442,6 @@ def write_store(
                 counts["trained_tokens"] += int(trained.sum())
                 counts["weighted_tokens"] += int((tokens.weights[trained] != 1).sum())
                 first = tokens.first | first
-            for file in files.values():
-                file.flush()
-                os.fsync(file.fileno())
         content = hashlib.sha256()
         for name in hashed:
             content.update(_mapped(beside, name, "uint8"))
@@ -448,10 +453,10 @@ def write_store(
             "first": first,
             "tokens_hash": content.hexdigest(),
         }
-        with open(beside / FACTS, "w", encoding="utf-8") as file:
-            json.dump(facts, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        (beside / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        for path in beside.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         beside.rename(place)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -103,7 +103,11 @@ def sample_prompts(
     if isinstance(config.generate_samples, list):
         texts = config.generate_samples
         if tokenizer.chat_template and any(each.rules.form is Chat for each in data):
-            return [Prompt(text, chat_ids(tokenizer, [{"role": "user", "content": text}])) for text in texts]
+            prompts = []
+            for text in texts:
+                message = {"role": "user", "content": text}
+                prompts.append(Prompt(text, chat_ids(tokenizer, [message])))
+            return prompts
         return [Prompt(*each) for each in zip(texts, encode_open(tokenizer, texts), strict=True)]
     # The last window of a text may have a single token, and no prompt before it.
     prompts = []
@@ -216,7 +220,8 @@ def load_training_data(
         lengths = items.lengths
         items = replace(items, groups=best_fit(lengths, config.seq_len))
         counts["packed_rows"] = len(items)
-        counts["fill_rate"] = round(float(lengths.sum() / (len(items) * config.seq_len)), 4)
+        fill_rate = lengths.sum() / (len(items) * config.seq_len)
+        counts["fill_rate"] = round(float(fill_rate), 4)
     are_chats = bool(tokenizer.chat_template) and all(each.rules.form is Chat for each in data)
     if tokenizer.eos_token_id is None and not are_chats:
         notes.append(

@@ -104,7 +104,9 @@ def saved_lora_config(adapter: str) -> PeftConfig:
     """Reads the config of a saved adapter of any type. Raises UserError if its type or one of its fields is not
     supported, OSError or ValueError if there is none.
     """
-    folder = adapter if Path(adapter).exists() else str(Path(cached_file(adapter, ADAPTER_CONFIG)).parent)
+    folder = adapter
+    if not Path(adapter).exists():
+        folder = str(Path(cached_file(adapter, ADAPTER_CONFIG)).parent)
     content = adapter_description(folder)
     if content is None:
         raise ValueError(f"it has no {ADAPTER_CONFIG}")
@@ -113,7 +115,9 @@ def saved_lora_config(adapter: str) -> PeftConfig:
     if kind not in ADAPTER_TYPES:
         raise UserError(f"{file}: an adapter of type {kind} is not supported; use peft itself")
     defaults = {field.name: field.default for field in dataclasses.fields(PEFT_TYPE_TO_CONFIG_MAPPING[kind])}
-    supported = {field.name for field in dataclasses.fields(PeftConfig)} | LORA_FIELDS if kind == "LORA" else defaults
+    supported = defaults.keys()
+    if kind == "LORA":
+        supported = LORA_FIELDS | {field.name for field in dataclasses.fields(PeftConfig)}
     for name, value in sorted(content.items()):
         if value and name not in supported and value != defaults.get(name):  # peft drops unknown fields
             library = "dsft" if name in defaults else "the installed peft"

@@ -287,7 +287,10 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
             return [f"model={model}: contains a config but no weights; for random weights name its config.json"]
         tensors = empty_tensors(files)
         # Without their scales integers would be cast to other weights.
-        integers = [name for name, each in tensors.items() if name.endswith("weight") and not each.is_floating_point()]
+        integers = []
+        for name, tensor in tensors.items():
+            if name.endswith("weight") and not tensor.is_floating_point():
+                integers.append(name)
         if integers:
             raise UserError(
                 f"{_tensors(integers, 'contain integers')}, and its config has no quantization_config; use the model"
@@ -405,7 +408,10 @@ def adapter_problems(
             " text class of a package, merge it there: peft, over AutoModelForCausalLM"
         ]
     # Beside a whole embedding peft saves the trained rows of it, or of a tied head, again, and does not read them.
-    repeated = {name.replace(".default", "") for name, parameter in state.items() if id(parameter) in loaded}
+    repeated = set()
+    for name, parameter in state.items():
+        if id(parameter) in loaded:
+            repeated.add(name.replace(".default", ""))
     if unexpected := {*result.unexpected_keys} - repeated:
         return [f"{key}={adapter}: {_tensors(unexpected, NO_PLACE)}; was it trained on another base?"]
     return []

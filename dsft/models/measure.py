@@ -327,6 +327,10 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
     raise_if_any(select_trained(model, options.trainable, options.frozen, learning_rates(options)))
     numels = Counter(parameter.numel() for parameter in model.parameters())
     trainable_numels = Counter(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    num_modules = 0
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            num_modules += 1
     heads = _first(text, "num_attention_heads", "num_heads") or 1  # state-space models have none
     head_dim = _first(text, "head_dim") or text.hidden_size // heads
     ffn = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * text.hidden_size
@@ -346,7 +350,7 @@ def model_size(model: PreTrainedModel, options: TrainConfig, *, adapters: PeftCo
         active_params=base_params - (embedding if own_head else 0) - expert_params + active_experts,
         active_expert_params=active_experts,
         looped_experts=looped_experts,
-        num_modules=sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules()),
+        num_modules=num_modules,
         largest_gathered_params=largest,
         numels=tuple(sorted(numels.items())),
         trainable_numels=tuple(sorted(trainable_numels.items())),

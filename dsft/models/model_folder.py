@@ -51,7 +51,10 @@ def described_in(model: str) -> str:
 
 def has_only_shards(model: str) -> bool:
     """Whether the weights of `model` are in DeepSpeed's shards: in its `global_step` folder, or it is one."""
-    return is_step_folder(model) or (step_folder(model) is not None and not any(Path(model).glob("*.safetensors*")))
+    if is_step_folder(model):
+        return True
+    has_weights = any(Path(model).glob("*.safetensors*"))
+    return step_folder(model) is not None and not has_weights
 
 
 def step_folder(checkpoint: str | Path) -> Path | None:
@@ -175,7 +178,7 @@ def missing(key: str, name: str) -> str | None:
 @functools.cache
 def hub_is_reachable() -> bool:
     """Tries to connect for 2 seconds. Without a hub, sets libraries to offline; they would retry for half a minute."""
-    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
+    if any(map(os.environ.get, ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy"))):
         return True
     hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     try:

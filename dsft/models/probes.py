@@ -293,7 +293,8 @@ def isolation_problem(config: PreTrainedConfig, *, dtype: torch.dtype, **options
     try:
         model = small_model(config, dtype=dtype, **options).eval()
         ids = random_tokens(model, 1, 48)
-        changed = torch.cat([ids[:, :20].flip(1), ids[:, 20:]], 1)
+        flipped = ids[:, :20].flip(1)
+        changed = torch.cat([flipped, ids[:, 20:]], 1)
         flash = "flash" in model.config._attn_implementation
 
         def second_sample(ids_BT: torch.Tensor, lengths: list[int]) -> torch.Tensor:

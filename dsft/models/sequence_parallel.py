@@ -74,7 +74,8 @@ class Team:
         mask_B1TT = None
         if rows_BT is not None:
             samples_BT = (rows_BT == 0).cumsum(dim=1)
-            mask_B1TT = (samples_BT[:, None, :, None] == samples_BT[:, None, None, :]).tril_()
+            is_same_B1TT = samples_BT[:, None, :, None] == samples_BT[:, None, None, :]
+            mask_B1TT = is_same_B1TT.tril_()
 
         name = model.config.get_text_config()._attn_implementation  # key of transformers' table
         function = ALL_ATTENTION_FUNCTIONS[name]

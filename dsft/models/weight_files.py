@@ -196,7 +196,8 @@ def empty_tensors(files: list[str]) -> dict[str, torch.Tensor]:
     for file in files:
         with _named(file):
             if file.endswith(".bin"):
-                tensors |= {name: tensor.to("meta") for name, tensor in load_pickle(Path(file)).items()}
+                for name, tensor in load_pickle(Path(file)).items():
+                    tensors[name] = tensor.to("meta")
             else:
                 tensors |= load_state_dict(file, map_location="meta")
     return tensors
@@ -243,7 +244,8 @@ def load_pickle(file: Path) -> Any:
     _allow_known_classes()
     try:
         # DeepSpeed writes the older format without zip if its JSON asks for it.
-        return torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=not _trusted.get())
+        is_zip = zipfile.is_zipfile(file)
+        return torch.load(file, map_location="cpu", mmap=is_zip, weights_only=not _trusted.get())
     except Exception as error:  # a broken pickle can raise any error
         raise UserError(_explained(str(file), error)) from None
 
