@@ -191,7 +191,7 @@ class ChatRenderer:
 
     def prompt_of(self, turn: int, text: str) -> str | None:
         """Returns the generation prompt that the rendering of an answer begins with, else that of the template."""
-        prompts = []
+        first = None
         for switch in _SWITCHES:
             try:
                 prompt = self.render(self.source[:turn], prompt=True, **switch)
@@ -199,8 +199,8 @@ class ChatRenderer:
                 return None
             if text.startswith(prompt):
                 return prompt
-            prompts.append(prompt)
-        return prompts[0]
+            first = first or prompt
+        return first
 
     def answer(self, turn: int) -> _Answer:
         text = self.whole

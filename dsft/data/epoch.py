@@ -5,6 +5,7 @@ optimizer steps: if the last one has too few items, accelerate would repeat some
 depend on the number of ranks. Here blank items, which train nothing, fill it instead.
 """
 
+import array
 import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -89,18 +90,16 @@ def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> 
     """Returns all sequences of `stores`, in order. Text is concatenated and cut into windows of `seq_len` tokens; with
     `keep_documents`, for packing, each text is a separate sequence, cut only if it is longer.
     """
-
-    def spans() -> Iterator[tuple[int, int, int]]:
-        for place, store in enumerate(stores):
-            ends = map(int, store.ends)
-            if store.is_text and not keep_documents:
-                ends = [len(store.tokens)]
-            for begin, end in pairwise(chain([0], ends)):
-                for start in range(begin, end, seq_len):  # a sample is not longer
-                    yield place, start, min(start + seq_len, end)
-
-    table = np.fromiter(chain.from_iterable(spans()), np.int64).reshape(-1, 3)
-    return Sequences(stores, *table.T)
+    table = array.array("q")  # three numbers for each sequence
+    for place, store in enumerate(stores):
+        ends = map(int, store.ends)
+        if store.is_text and not keep_documents:
+            ends = [len(store.tokens)]
+        for begin, end in pairwise(chain([0], ends)):
+            for start in range(begin, end, seq_len):  # a sample is not longer
+                table.extend((place, start, min(start + seq_len, end)))
+    places, starts, ends = np.array(table).reshape(-1, 3).T
+    return Sequences(stores, places, starts, ends)
 
 
 def describe_counts(counts: dict[str, Any]) -> str:

@@ -479,7 +479,17 @@ def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tup
     message |= {key: given[key] for key in ("name", "tool_call_id") if key in given}
     if calls:
         message["tool_calls"] = [_call(call, place, schemas) for call in calls]
-    weight = _weight(given, place)
+    weight = given.get("weight", 1)
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 0 <= weight <= MOST_WEIGHT:  # or NaN
+        raise ValueError(
+            f"{place} has the weight {weight!r:.40}; it must be a number from 0 (not trained) to {MOST_WEIGHT:,}"
+        )
+    for key in TURN_FLAGS:
+        flag = given.get(key, True)
+        if flag not in (True, False):
+            raise ValueError(f"{place}: {key} is {flag!r:.40}; use true, false, or weight")
+        weight *= flag
     if weight != 1:
         message["weight"] = weight
     return message, is_call
@@ -504,20 +514,6 @@ def _text(content: Any, place: str) -> str:
             raise ValueError(f"{place} contains a part of type {kind!r}; only text can be trained")
         texts.append(text)
     return "".join(texts)
-
-
-def _weight(given: dict[str, Any], place: str) -> float:
-    weight = given.get("weight", 1)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:  # or NaN
-        raise ValueError(
-            f"{place} has the weight {weight!r:.40}; it must be a number from 0 (not trained) to {MOST_WEIGHT:,}"
-        )
-    for key in TURN_FLAGS:
-        flag = given.get(key, True)
-        if flag not in (True, False):
-            raise ValueError(f"{place}: {key} is {flag!r:.40}; use true, false, or weight")
-        weight *= flag
-    return weight
 
 
 # Tools. Arrow gives every object of a column the keys of all rows, with null for missing ones. The tool's schema says

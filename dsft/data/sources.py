@@ -162,18 +162,16 @@ class HeldOut:
                 if not self.wanted:
                     yield row
             elif ending(row.place) == ".txt":
-                yield row._replace(values=self._part_of_text(row.values))
+                ((column, text),) = row.values.items()
+                cut = round(len(text) * (1 - self.fraction))
+                if blank := WHITE_SPACE.search(text, cut, cut + NEAR_CUT):  # not within a word
+                    cut = blank.start()
+                part = text[cut:] if self.wanted else text[:cut]
+                yield row._replace(values={column: part})
             else:
                 if self.is_held_out(number) == self.wanted:
                     yield row
                 number += 1
-
-    def _part_of_text(self, values: dict[str, str]) -> dict[str, str]:
-        ((column, text),) = values.items()
-        cut = round(len(text) * (1 - self.fraction))
-        if blank := WHITE_SPACE.search(text, cut, cut + NEAR_CUT):  # not within a word
-            cut = blank.start()
-        return {column: text[cut:] if self.wanted else text[:cut]}
 
 
 def find_sources(entries: list[str], config: DataFields, *, key: str, problems: list[str]) -> list[Source]:

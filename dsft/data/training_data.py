@@ -109,9 +109,11 @@ def sample_prompts(
                 prompts.append(Prompt(text, chat_ids(tokenizer, [message])))
             return prompts
         return [Prompt(*each) for each in zip(texts, encode_open(tokenizer, texts), strict=True)]
+    if not held_out:
+        return []
     # The last window of a text may have a single token, and no prompt before it.
     prompts = []
-    usable = np.flatnonzero(held_out.lengths > 1) if held_out else np.zeros(0, np.int64)
+    usable = np.flatnonzero(held_out.lengths > 1)
     number = min(config.generate_samples, len(usable))
     for index in usable[np.linspace(0, len(usable) - 1, number).astype(int)]:
         (sequence,) = held_out[index]

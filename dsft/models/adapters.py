@@ -322,8 +322,9 @@ def grow_embeddings(model: PreTrainedModel, tokens: Iterable[int]) -> list[int]:
     tokens = [*tokens]
     before = model.config.get_text_config().vocab_size
     needed = max(tokens, default=0) + 1
-    grown = before if needed <= before else -(-needed // ROWS_MULTIPLE) * ROWS_MULTIPLE
-    if grown > before:
+    grown = before
+    if needed > before:
+        grown = -(-needed // ROWS_MULTIPLE) * ROWS_MULTIPLE
         model.resize_token_embeddings(grown, mean_resizing=False)
     if rows := sorted({*tokens, *range(before, grown)}):
         parameters = chain.from_iterable(end.parameters() for end in _ends(model).values())

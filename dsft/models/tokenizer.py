@@ -143,11 +143,10 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
         problems.append(f"add_tokens: {blank[0]!r} is not a text")
         return []
     if MARKERS in wanted:
-        templates = tokenizer.chat_template or ""  # a text, or several by name (for tools)
-        template = templates if isinstance(templates, str) else "".join(templates.values())
-        in_template = dict.fromkeys(re.findall(MARKER, template))
+        templates = str(tokenizer.chat_template)  # a text, or several by name (for tools)
+        in_template = dict.fromkeys(re.findall(MARKER, templates))
         # Markers that the tokenizer splits into several tokens.
-        markers = [text for text in in_template if len(tokenizer(text, add_special_tokens=False)["input_ids"]) > 1]
+        markers = [text for text in in_template if len(tokenizer.tokenize(text)) > 1]
         if not in_template:
             problems.append(
                 "add_tokens: markers: no chat template has any, such as <|user|>; set chat_template, or name the tokens"
