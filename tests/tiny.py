@@ -142,6 +142,13 @@ def write_pairs(path: Path, number: int = 40, *, seed: int = 0) -> Path:
     return write_jsonl(path, rows)
 
 
+def with_labels(batch: dict) -> dict:
+    """A batch of the collator as transformers' models take it: labels at their own positions."""
+    labels_BT = torch.nn.functional.pad(batch["shift_labels"], (1, -1), value=IGNORED)
+    others = {name: batch[name] for name in batch if name not in ("num_tokens", "shift_labels", "shift_weights")}
+    return others | {"labels": labels_BT}
+
+
 def windows_of_sequences(sequences: list[dict]) -> Windows:
     """A window of each sequence, which is a document of its own."""
     ends = np.cumsum([len(each["input_ids"]) for each in sequences])

@@ -250,10 +250,10 @@ class Collator:
     Each sequence is a row, padded on the right to the longest, rounded up to a multiple of 8. `packed`: each item is a
     row of concatenated sequences; its padding is one more sequence.
 
-    Returns input_ids, and labels: -100 in padding. For the Trainer, not for the model: weights, if any sequence has
-    them; num_tokens, [3]: tokens without padding and blank sequences, trained tokens, and computed positions. In a
-    share the next token may be on another rank, so labels and weights are moved to the positions that predict them, as
-    shift_labels and shift_weights; row_positions are the position_ids of full packed rows.
+    Returns input_ids. For the Trainer, not for the model: shift_labels (-100 in padding) and, if any sequence has
+    weights, shift_weights, at the positions that predict them, since the next token may be on another rank; num_tokens,
+    [3]: tokens without padding and blank sequences, trained tokens, and computed positions; and for a share
+    row_positions, the position_ids of full packed rows.
 
     Padded rows have an attention_mask. Packed rows have position_ids that restart with each sequence, from which
     transformers builds its block mask if there is no other; rows of one sequence need none. For flash attention packed
@@ -311,17 +311,15 @@ class Collator:
             is_filled_BT = torch.arange(shape[1]) < ends_B1
             batch["attention_mask"] = is_filled_BT.long()
 
-        labels = "labels"
+        batch["shift_labels"] = next_tokens(batch.pop("labels"), IGNORED)
+        if has_weights:
+            batch["shift_weights"] = next_tokens(batch.pop("weights"))
         if self.shared_by > 1:
-            labels = "shift_labels"
-            whole = {}
-            if "position_ids" in batch and not self.flash:
-                whole["row_positions"] = batch["position_ids"]
-            for name, last in (("labels", IGNORED), ("weights", 0)):
-                if name in batch:
-                    batch[f"shift_{name}"] = next_tokens(batch.pop(name), last)
-            batch = share_of(batch, self.place, self.shared_by) | whole
+            row_positions_BT = batch.get("position_ids")
+            batch = share_of(batch, self.place, self.shared_by)
+            if row_positions_BT is not None and not self.flash:
+                batch["row_positions"] = row_positions_BT
         is_token_BT = batch.pop("is_token")
-        num_trained = (batch[labels] != IGNORED).sum()
+        num_trained = (batch["shift_labels"] != IGNORED).sum()
         batch["num_tokens"] = torch.tensor([is_token_BT.sum(), num_trained, is_token_BT.numel()])
         return batch

@@ -15,7 +15,7 @@ from torch import nn
 
 from dsft.errors import UserError
 from dsft.models.adapters import unwrapped
-from dsft.models.chunked_head import next_tokens, sums_of_nats
+from dsft.models.chunked_head import sums_of_nats
 from dsft.units import IGNORED
 
 AUX_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -43,9 +43,7 @@ class TokenLoss:
         """Run the model on a micro batch.
 
         Args:
-            inputs: of the model, with `labels` (position t is trained to predict label t + 1) and perhaps `weights` of
-                the labels. A share of a row (`data/epoch.py`) has `shift_labels` and `shift_weights`, already at the
-                positions that predict them.
+            inputs: of the model, with `shift_labels` and perhaps `shift_weights`, at the positions that predict them.
             counts: [2], the micro batch's non-padding tokens and its trained tokens.
             step_counts: [2], the same of the optimizer step, over all micro batches and ranks.
 
@@ -57,14 +55,8 @@ class TokenLoss:
             UserError: if the model does not return logits for each token.
         """
         inputs = inputs | {"use_cache": False}
-        if "shift_labels" in inputs:
-            targets_BT = inputs.pop("shift_labels")
-            weights_BT = inputs.pop("shift_weights", None)
-        else:
-            targets_BT = next_tokens(inputs.pop("labels"), IGNORED)
-            weights_BT = inputs.pop("weights", None)
-            if weights_BT is not None:
-                weights_BT = next_tokens(weights_BT)
+        targets_BT = inputs.pop("shift_labels")
+        weights_BT = inputs.pop("shift_weights", None)
         if self.is_tiled:
             outputs = model(**inputs, targets=targets_BT, label_weights=weights_BT)
             sums = outputs["sums"]

@@ -12,7 +12,7 @@ import transformers
 from conftest import grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import ARCHITECTURES, GATED
+from tiny import ARCHITECTURES, GATED, with_labels
 from torch._higher_order_ops.flex_attention import math_attention
 from transformers import masking_utils, modeling_utils
 from transformers.integrations.flex_attention import WrappedFlexAttention
@@ -25,6 +25,7 @@ from dsft.data.epoch import (
     repeated,
     sequence,
 )
+from dsft.models.chunked_head import next_tokens
 from dsft.models.probes import RowRules, attention_like_eager, is_like_eager, isolation_problem
 from dsft.units import IGNORED, padded_width
 
@@ -61,7 +62,7 @@ def loss_and_gradients(model, batches: list[dict], trained: int) -> tuple[float,
     model.zero_grad()
     total = 0.0
     for batch in batches:
-        loss = model(**batch, use_cache=False, num_items_in_batch=trained).loss
+        loss = model(**with_labels(batch), use_cache=False, num_items_in_batch=trained).loss
         loss.backward()
         total += loss.item()
     return total, {
@@ -227,9 +228,9 @@ def test_weights_lie_where_their_tokens_do():
         batch = collate(items(some))
         ids_BT = batch["input_ids"]
         expected_BT = torch.where(torch.isin(ids_BT, torch.from_numpy(weighted)), ids_BT.float(), torch.ones(()))
-        assert torch.equal(batch["weights"], expected_BT) and batch["weights"].dtype == torch.float32
-        assert (batch["weights"] > 1).sum() == len(weighted)
-        assert "weights" not in collate(items(plain))
+        weights_BT = batch["shift_weights"]
+        assert torch.equal(weights_BT, next_tokens(expected_BT)) and weights_BT.dtype == torch.float32
+        assert "shift_weights" not in collate(items(plain))
 
 
 def test_padding_is_masked_and_unlabelled():
@@ -238,7 +239,7 @@ def test_padding_is_masked_and_unlabelled():
     )
     assert batch["input_ids"].shape == (2, 8) and batch["attention_mask"].sum(1).tolist() == [3, 1]
     assert batch["input_ids"][1].tolist() == [4] + [7] * 7
-    assert (batch["labels"] != IGNORED).sum(1).tolist() == [
+    assert (batch["shift_labels"] != IGNORED).sum(1).tolist() == [
         2,
         0,
     ]  # of each sequence the first token has nothing before it
@@ -257,8 +258,8 @@ def test_shares_of_a_batch_are_its_parts_with_the_next_token_of_each_position(si
         whole = make(7)(items)
         width, counts = whole["input_ids"].shape[1], sum(share["num_tokens"] for share in shares)
         assert torch.equal(together["input_ids"][:, :width], whole["input_ids"])
-        for name in ("labels", "weights"):
-            assert torch.equal(together[f"shift_{name}"][:, : width - 1], whole[name][:, 1:])
+        for name in ("shift_labels", "shift_weights"):
+            assert torch.equal(together[name][:, : width - 1], whole[name][:, : width - 1])
         assert counts[:2].tolist() == whole["num_tokens"][:2].tolist() and counts[2] == together["input_ids"].numel()
         assert ("row_positions" in shares[0]) == packed
         if packed:

@@ -18,6 +18,7 @@ import torch
 import yaml
 from conftest import grid
 from safetensors.torch import load_file
+from tiny import with_labels
 from transformers import AutoTokenizer
 
 from dsft.config.deepspeed import get_value
@@ -145,8 +146,7 @@ def train_until_the_first_loss(inputs: Inputs) -> tuple[TrainConfig, object, obj
     data = load_training_data(run.options, run.data, run.held_out, run.tokenizer)
     model = build_model(run.options, dtype=run.options.dtype, seed=run.options.value("seed") or 42)
     batch = data.collator([data.items[0]])
-    batch.pop("num_tokens")
-    model(**batch, use_cache=False)
+    model(**with_labels(batch), use_cache=False)
     return run, data, model
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import flags, grid
 from ranks import on_ranks, run_entry
-from tiny import ARCHITECTURES, COMMON, windows_of_sequences, write_model, write_texts
+from tiny import ARCHITECTURES, COMMON, windows_of_sequences, with_labels, write_model, write_texts
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -36,7 +36,7 @@ def facts_of(architecture: str, folder, **changes):
 
 def loss_and_gradients(model, batch) -> list[torch.Tensor]:
     model.zero_grad()
-    loss = model(**{name: batch[name] for name in batch if name != "num_tokens"}, use_cache=False).loss
+    loss = model(**with_labels(batch), use_cache=False).loss
     loss.backward()
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 

@@ -48,11 +48,10 @@ OWN_LOSSES = {
 
 
 def step(
-    model, rows: int, *, blank: int = 0, weights_BT: torch.Tensor | None = None, are_shares: bool = False, **options
+    model, rows: int, *, blank: int = 0, weights_BT: torch.Tensor | None = None, **options
 ) -> tuple[float, float, list[torch.Tensor]]:
     """The loss of one optimizer step over IDS_BT in micro batches of `rows`, with `blank` ones after them; its nats;
-    and the gradients. Of `weights_BT`, the first micro batch has none where its are all 1. As shares of rows, batches
-    have labels and weights at the positions that predict them.
+    and the gradients. Of `weights_BT`, the first micro batch has none where its are all 1.
     """
     token_loss = TokenLoss(model, **options)
     trained = (LABELS_BT != IGNORED).sum()
@@ -63,12 +62,9 @@ def step(
     for number, (ids_BT, labels_BT) in enumerate(batches):
         tokens = ids_BT.numel() if number < ROWS // rows else 0
         counts = torch.tensor([tokens, int((labels_BT != IGNORED).sum())])
-        inputs = {"input_ids": ids_BT, "labels": labels_BT, "use_cache": False}
+        inputs = {"input_ids": ids_BT, "shift_labels": next_tokens(labels_BT, IGNORED), "use_cache": False}
         if weights_BT is not None and tokens and (cut := weights_BT.split(rows)[number]).ne(1).any():
-            inputs["weights"] = cut
-        if are_shares:
-            inputs["shift_labels"] = next_tokens(inputs.pop("labels"), IGNORED)
-            inputs |= {"shift_weights": next_tokens(inputs.pop("weights"), 0)} if "weights" in inputs else {}
+            inputs["shift_weights"] = next_tokens(cut)
         loss, nats = token_loss(model, inputs, counts, torch.tensor([IDS_BT.numel(), trained]))
         loss.backward()
         losses.append(loss.item())
@@ -184,9 +180,6 @@ def test_weights_multiply_nats_in_every_form_of_the_loss(form):
         assert loss == pytest.approx(expected[rows][0], rel=1e-6)
         assert nats == pytest.approx(expected[rows][1], rel=1e-6)
         assert same(expected[rows][2], gradients, rel=1e-5)
-        options = {"weights_BT": WEIGHTS_BT, "label_smoothing": smoothing}
-        as_shares = step(model, rows, blank=blank, are_shares=True, **options)
-        assert as_shares[:2] == (loss, nats) and same(gradients, as_shares[2], rel=1e-5)
     assert abs(loss - nats) > 0.1
 
 

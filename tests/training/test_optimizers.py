@@ -8,7 +8,7 @@ import transformers
 from conftest import grid
 from ranks import on_ranks, trained
 from test_resume_options import _refusals
-from tiny import ARCHITECTURES, COMMON, write_model, write_texts
+from tiny import ARCHITECTURES, COMMON, with_labels, write_model, write_texts
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
@@ -26,8 +26,7 @@ PLAIN = {
 def plain_losses(seen: dict) -> dict[str, list[float]]:
     """The losses of plain PyTorch on what a dsft training saw, all of it in each step."""
     trainer = trained(seen)
-    batch = trainer.data_collator([trainer.train_dataset[row] for row in range(SEQUENCES)])
-    batch.pop("num_tokens")
+    batch = with_labels(trainer.data_collator([trainer.train_dataset[row] for row in range(SEQUENCES)]))
     losses = {}
     for name, make in PLAIN.items():
         model = AutoModelForCausalLM.from_pretrained(seen["model"])
