@@ -280,9 +280,7 @@ class ChatRenderer:
         return start
 
     def after_reasoning(self, text: str, end: int, header: str) -> int:
-        """Returns the start of the answer after reasoning that ends at `end`. The model must write the answer's channel
-        or the opening of a call itself.
-        """
+        """Returns where the answer starts after reasoning that ends at `end`; the model must write its channel itself."""
         position = text.find(header, end)
         if header and position >= 0:  # reasoning is a separate message (gpt-oss)
             return position + len(header)

@@ -183,9 +183,7 @@ def form_batches(lengths: np.ndarray, batch_tokens: int, rules: RowRules) -> lis
 
 
 def repeated(items: Iterable[Any], micro_batch: int, ranks: int) -> Iterator[Any]:
-    """Yields each `micro_batch` of consecutive `items` `ranks` times: accelerate passes batches to ranks in turn, and
-    `ranks` neighbours share one.
-    """
+    """Yields each `micro_batch` of `items` `ranks` times: accelerate passes batches to ranks in turn."""
     items = iter(items)
     while batch := list(islice(items, micro_batch)):
         for _ in range(ranks):

@@ -104,9 +104,7 @@ class EmptyAnswer(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class FormatRules(DataFields):
-    """Everything beside the tokenizer that decides a row's tokens: options, with `columns` as lists, and without those
-    of SOURCE_OPTIONS.
-    """
+    """Everything beside the tokenizer that decides a row's tokens: the options, without SOURCE_OPTIONS."""
 
     format: str
     has_chat_pairs: bool  # whether prompts and completions are lists of messages
@@ -360,9 +358,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
 
 
 def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: int = 0) -> Chat:
-    """Returns a chat from messages of any supported shape and the row's other columns. Args: `num_given`: messages of a
-    prompt, which are not trained.
-    """
+    """Returns a chat from messages of any supported shape; the first `num_given` are not trained."""
     messages = _parsed(messages, "messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(given, dict) for given in messages):
         raise ValueError("messages must be a list of {role, content}")
@@ -437,9 +433,7 @@ def _require_tools(chat: list[Message], schemas: dict[str, Any]) -> None:
 
 
 def _without_channel(given: dict[str, Any]) -> dict[str, Any]:
-    """Converts a message of OpenAI's Harmony to the usual form. An unknown channel is kept, and then refused like any
-    unknown key.
-    """
+    """Converts a message of OpenAI's Harmony; an unknown channel is kept, and refused like any unknown key."""
     channel = given.get("channel")
     recipient = given.get("recipient")
     rest = {key: value for key, value in given.items() if key not in ("channel", "recipient")}

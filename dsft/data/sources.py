@@ -249,9 +249,7 @@ def _find_files(entry: str) -> list[Path]:
 
 
 def _split_of(file: Path, files: list[Path]) -> str:
-    """Returns the split of one of `files`, of a folder or glob: that of the last such word in its path, without the
-    part common to all; by default train.
-    """
+    """Returns the split that the last such word in a file's path names, beyond what `files` share; else train."""
     common = len(os.path.commonpath(files))
     words = re.split(r"[-._ 0-9/]+", str(file)[common:].lower())
     return next((SPLITS[word] for word in reversed(words) if word in SPLITS), "train")

@@ -325,9 +325,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool = True) -> Iterator[list[int]]:
-    """Yields the ids of each text, as `tokenizer(texts)`; with `special` tokens if set, but without a second BOS before
-    a text that already contains one.
-    """
+    """Yields the ids of each text, without a second BOS before one that already contains it."""
     if not texts:
         return
     encoded = tokenizer(

@@ -374,9 +374,7 @@ def _read(model: str, load: Callable[..., tuple[PreTrainedModel, dict]]) -> tupl
 def adapter_problems(
     adapter: str, config: PreTrainedConfig, *, key: str = "adapter", trust_remote_code: bool = False
 ) -> list[str]:
-    """Lists the problems of an adapter over the base of `config`, into which its empty tensors are loaded; `key` is the
-    option that names it.
-    """
+    """Lists the problems of an adapter over the base of `config`; `key` is the option that names it."""
     if has_only_shards(adapter):
         return []
     try:

@@ -240,9 +240,7 @@ def measure_model(
 
 
 def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None:
-    """Sets the coefficient of a router's auxiliary loss; 0 turns it off, None leaves it unchanged.
-    Raises UserError if the architecture has none.
-    """
+    """Sets the coefficient of a router's auxiliary loss, unless it is None; UserError if there is no such loss."""
     text = config.get_text_config()
     if coefficient is None:
         return
@@ -280,9 +278,7 @@ def max_positions(text: PreTrainedConfig) -> int | None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the decoder layers, found by transformers' class for layers, which towers also use. If one contains
-    another (Zamba), only the outer one.
-    """
+    """Returns the decoder layers; if one contains another (Zamba), only the outer one."""
     has_towers = model.config.get_text_config() is not model.config
     decoder = model.get_decoder() if has_towers else model
     layers = []

@@ -236,9 +236,7 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def format_problems(
     name: str, config: PreTrainedConfig, quantization: Quantization, *, dtype: torch.dtype, trained: bool = False
 ) -> list[str]:
-    """Lists why the model `name` cannot be loaded in this format on this machine, by transformers' own checks.
-    `trained`: adapters are trained over it.
-    """
+    """Lists why the model `name` cannot be loaded in this format here, by transformers' own checks."""
     if quantization.format == GGUF.format:
         return []  # its file has been read
     about = f"model={name}: quantised as {quantization.format}"

@@ -196,9 +196,7 @@ def rope_types(text: PreTrainedConfig) -> dict[str, dict]:
 
 @torch.no_grad()
 def row_rules(model: nn.Module) -> RowRules:
-    """Find the rules of a loaded model, from its config and a trial. Collective.
-    Raises UserError if its tokens see later ones.
-    """
+    """Find the rules of a loaded model, by a trial. Collective. UserError if its tokens see later ones."""
     later, neighbour = (distributed.max_over_ranks(value) for value in _differences(model))
     # Quantised products may also round the inputs (LLM.int8(): depending on the rows of a batch).
     in_full = next(model.parameters()).dtype == torch.float32 and not getattr(model, "is_quantized", False)

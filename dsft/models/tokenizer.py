@@ -35,9 +35,7 @@ def load_tokenizer(config: TrainConfig | EvalConfig) -> PreTrainedTokenizerBase:
 def check_tokenizer(
     config: TrainConfig | EvalConfig, problems: list[str], *, vocab_size: int | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """Loads the tokenizer; adds to `problems` what is missing or unreadable, and ids beyond the model's `vocab_size`.
-    Returns None if it cannot be loaded.
-    """
+    """Loads the tokenizer and adds its problems to `problems`; None if it cannot be loaded."""
     key = "model"
     adapter = getattr(config, "adapter", None)
     if config.tokenizer:
@@ -133,9 +131,7 @@ def check_ids(tokens: np.ndarray | list[int], tokenizer: PreTrainedTokenizerBase
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: list[str]) -> list[int]:
-    """Adds each text as one token to the tokenizer, and returns the ids of new ones. Markers are special tokens: they
-    are not part of an answer's text.
-    """
+    """Adds each text as one token, and markers as special ones; returns the ids of new tokens."""
     vocabulary = tokenizer.get_vocab()
     texts = [text for text in wanted if text != MARKERS]
     markers = []
