@@ -280,7 +280,7 @@ class ChatRenderer:
         return start
 
     def after_reasoning(self, text: str, end: int, header: str) -> int:
-        """Returns where the answer starts after reasoning that ends at `end`; the model must write its channel itself."""
+        """Returns where the answer starts after reasoning that ends at `end`; the model writes its channel itself."""
         position = text.find(header, end)
         if header and position >= 0:  # reasoning is a separate message (gpt-oss)
             return position + len(header)

@@ -259,8 +259,20 @@ def _sample(row: dict[str, Any], rules: FormatRules) -> Text | Pair | Chat:
         return Text(text=_column(row, rules.text_column, empty=True))
     if "messages" in rules.columns:
         return _chat(row.get(rules.columns["messages"][0]), row, rules)
-    if rules.columns:
-        return _from_table(row, rules)
+    if rules.columns:  # a question and an answer, each a text or a number
+        names = rules.columns["user"]
+        questions = [_cell(row, name) for name in names if row.get(name) not in NOTHING]
+        if not questions:
+            raise ValueError(f"column {names[0]!r} is empty")
+        answer = _cell(row, rules.columns["assistant"][0])
+        (earlier,) = rules.columns.get("history", [None])
+        history = row.get(earlier) or []
+        messages = []
+        for turn in history if isinstance(history, list) else [None]:
+            if not isinstance(turn, list) or len(turn) != 2:
+                raise ValueError(f"column {earlier!r} must be a list of [question, answer]")
+            messages += _turns(*turn)
+        return _chat(messages + _turns("\n".join(questions), answer), row, rules)
     if rules.has_chat_pairs:
         prompt = row.get("prompt")
         completion = row.get("completion")
@@ -329,23 +341,6 @@ def template_columns(config: DataFields) -> set[str]:
             ) from None
         names |= {name for _, name, _, _ in parts if name is not None}
     return names
-
-
-def _from_table(row: dict[str, Any], rules: FormatRules) -> Chat:
-    """Returns the chat of a question and an answer, each a text or a number."""
-    names = rules.columns["user"]
-    questions = [_cell(row, name) for name in names if row.get(name) not in NOTHING]
-    if not questions:
-        raise ValueError(f"column {names[0]!r} is empty")
-    answer = _cell(row, rules.columns["assistant"][0])
-    (earlier,) = rules.columns.get("history", [None])
-    history = row.get(earlier) or []
-    messages = []
-    for turn in history if isinstance(history, list) else [None]:
-        if not isinstance(turn, list) or len(turn) != 2:
-            raise ValueError(f"column {earlier!r} must be a list of [question, answer]")
-        messages += _turns(*turn)
-    return _chat(messages + _turns("\n".join(questions), answer), row, rules)
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
