@@ -81,7 +81,7 @@ class ChatRenderer:
             day = date.fromisoformat(rules.chat_date)
             self.template = _DAY.sub(lambda match: json.dumps(day.strftime(match[1])), self.template)
         self.forms = _forms(tokenizer, self.template, len(tokenizer))
-        self.notes: dict[str, str] = {}  # rendered_apart, unrendered, unprompted, empty_thinking -> why
+        self.notes = {}  # rendered_apart, unrendered, unprompted, empty_thinking -> why
         answers = [turn for turn, message in enumerate(self.source) if message["role"] == "assistant"]
         if rules.train_on == "last":
             answers = answers[-1:]
@@ -340,7 +340,7 @@ class _Forms:
         self.special = re.compile(pattern)
         self.follows = re.compile(rf"\s*(?:{pattern})")
 
-        def render(*messages: Message) -> str:
+        def render(*messages):
             try:
                 return tokenizer.apply_chat_template([[*messages]], chat_template=template, tokenize=False)[0]
             except TEMPLATE_ERRORS:

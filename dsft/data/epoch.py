@@ -136,7 +136,7 @@ def best_fit(lengths: np.ndarray, room: int) -> list[np.ndarray]:
     Improve Language Modeling", arXiv 2404.10830, section 3).
     """
     assert not len(lengths) or lengths.max() <= room, "a sequence is longer than a row"
-    rows: list[list[int]] = []
+    rows = []
     rows_by_space = defaultdict(list)
     spaces = []  # sorted keys of `rows_by_space` that have rows
     for index in np.argsort(-lengths, kind="stable").tolist():

@@ -206,7 +206,7 @@ def suggest_columns(present: Iterable[str]) -> dict[str, Any]:
     """Suggests `columns` for a table with common column names, in upper or lower case; empty for other names."""
     by_name = {name.lower(): name for name in present}
 
-    def find(usual: Iterable[str]) -> list[str]:
+    def find(usual):
         return [by_name[name] for name in usual if name in by_name]
 
     turns = find(TURN_COLUMNS)

@@ -30,7 +30,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -176,15 +175,15 @@ class TokensBuilder:
         self.counts = Counter(rows=len(self.read_rows))
         if left_out := len(rows) - len(self.read_rows):
             self.counts["left_out_by_map_row"] = left_out
-        self.first: dict[str, str] = {}
-        self.ids: list[np.ndarray] = []
-        self.weights: list[np.ndarray] = []  # float32, factors of the tokens' loss
+        self.first = {}
+        self.ids = []
+        self.weights = []  # float32, factors of the tokens' loss
         self.ends = [0]  # then the end of each sequence
-        self.row_ends: list[int] = []
+        self.row_ends = []
         self.is_too_long = False  # whether the current row has a sequence that is too long
         # For each row.
-        self.samples: list[Sample] = []
-        self.are_too_long: list[bool] = []
+        self.samples = []
+        self.are_too_long = []
         for row in self.read_rows:
             self.place = row.where()
             sample = None
@@ -383,10 +382,10 @@ class Store:
     def __init__(self, folder: Path):
         self.folder = folder
         facts = (folder / FACTS).read_text(encoding="utf-8")
-        self.facts: dict[str, Any] = json.loads(facts)
+        self.facts = json.loads(facts)
         """is_text, source, dtype, counts, first, tokens_hash."""
-        self.counts: dict[str, int] = self.facts["counts"]
-        self.is_text: bool = self.facts["is_text"]
+        self.counts = self.facts["counts"]
+        self.is_text = self.facts["is_text"]
         """Whether it contains documents, to be cut into windows; else each sample is a sequence."""
         self.tokens = _mapped(folder, "tokens", self.facts["dtype"])
         self.trained = _mapped(folder, "trained", "bool")
@@ -521,7 +520,7 @@ def prepare(
     if is_chat and source.size_bytes >= WORKERS_FROM_BYTES:
         workers = max(1, min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES))
 
-    def parts() -> Iterator[Tokens]:
+    def parts():
         batches = batched(preparation.rows(data.rows(), rules))
         tokenise_batch = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
         with progress_bar(is_shown=show_progress, desc=f"Preparing {name}", unit=" tokens", unit_scale=True) as bar:

@@ -19,7 +19,7 @@ from dsft.data.epoch import (
 )
 from dsft.data.formats import Chat, FormattedSource, format_rules, unused_columns
 from dsft.data.sources import HeldOut, ending, find_sources
-from dsft.data.tokens import Store, cache_folder, encode_open, prepare, tokenise
+from dsft.data.tokens import cache_folder, encode_open, prepare, tokenise
 from dsft.errors import UserError, one_line
 from dsft.models.measure import ModelSize
 from dsft.models.tokenizer import check_ids
@@ -193,7 +193,7 @@ def load_training_data(
         data = [replace(each, held_out=replace(share, wanted=False)) for each in data]
     cache = cache_folder(config.data_cache)
 
-    def stores_of(sources: list[FormattedSource]) -> list[Store]:
+    def stores_of(sources):
         shown = not config.training.get("disable_tqdm")  # by the process that prepares
         return [prepare(each, tokenizer, cache, show_progress=shown) for each in sources]
 

@@ -341,7 +341,7 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Maps each trained parameter to its names in transformers (`named_parameters`), without peft's wrappers. A tied
     head has its own name and the embedding's.
     """
-    names: dict[nn.Parameter, list[str]] = {}
+    names = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(WRAPPERS.sub("", name))

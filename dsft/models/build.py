@@ -211,9 +211,9 @@ def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
 def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
     """Loads the weights that DeepSpeed saved: whole under ZeRO 0, else gathered from its shards."""
     checkpoint = Path(described_in(str(folder)))
-    state: dict[str, torch.Tensor] = {}  # on rank 0 alone: one copy in host memory, not one per rank
+    state = {}  # on rank 0 alone: one copy in host memory, not one per rank
 
-    def read() -> set[str]:
+    def read():
         saved = step_folder(folder)
         try:
             if any(saved.glob(OPTIMIZER_FILES)):
@@ -247,7 +247,7 @@ def _load_zero_shards(folder: Path, **options) -> PreTrainedModel:
         raise UserError(f"model={folder}: {_tensors(missing, 'of the model missing from its shards')}")
     tensors = model.state_dict(keep_vars=True)
 
-    def check_places() -> None:
+    def check_places():
         lost = [*(names - tensors.keys())]
         first_names = {}
         for name, tensor in tensors.items():

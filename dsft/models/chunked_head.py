@@ -19,7 +19,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from peft.utils.integrations import gather_params_ctx
@@ -79,7 +78,7 @@ class ChunkedHead:
             return self.model(**inputs, use_cache=False).logits
         hidden_states = []
 
-        def keep_inputs(_: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        def keep_inputs(_, args):
             hidden_states.append(args[0])
             return (args[0][:, -1:],)
 
@@ -269,22 +268,20 @@ def tile_loss(model: nn.Module, rows: int | None = None) -> bool:
     plain_head = head.forward
 
     @functools.wraps(plain_head)
-    def head_forward(hidden_BTH: torch.Tensor, *targets: torch.Tensor | None) -> torch.Tensor:
+    def head_forward(hidden_BTH, *targets):
         if targets:
             return tiles(hidden_BTH, *targets)
         return plain_head(hidden_BTH)
 
     @torch.compiler.disable  # torch.compile cannot trace a gradient inside a forward: a graph break at each tile
-    def tiles(hidden_BTH: torch.Tensor, targets_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
+    def tiles(hidden_BTH, targets_N, weights_N):
         vocab_size, hidden_size = head.weight.shape
         hidden_NH = hidden_BTH.reshape(-1, hidden_size)
         tile = rows or tile_rows(vocab_size, len(targets_N))
         return _Nats.apply(hidden_NH, head.weight, head.bias, targets_N, weights_N, inner.config, tile)
 
     @functools.wraps(plain_forward)
-    def forward(
-        *args: Any, targets: torch.Tensor | None = None, label_weights: torch.Tensor | None = None, **inputs: Any
-    ):
+    def forward(*args, targets=None, label_weights=None, **inputs):
         if targets is None:
             return plain_forward(*args, **inputs)
         hidden_BTH = backbone(*args, **inputs)[0]

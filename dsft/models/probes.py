@@ -236,7 +236,7 @@ def _differences(model: nn.Module) -> tuple[float, float]:
     later[0, length // 2 :] = ids[1, length // 2 :]
     neighbour[1] = ids[1].flip(0)
 
-    def first_half(ids_BT: torch.Tensor) -> torch.Tensor:
+    def first_half(ids_BT):
         return model(input_ids=ids_BT, use_cache=False).logits[0, : length // 2].double()
 
     expected = first_half(ids)
@@ -295,7 +295,7 @@ def isolation_problem(config: PreTrainedConfig, *, dtype: torch.dtype, **options
         changed = torch.cat([flipped, ids[:, 20:]], 1)
         flash = "flash" in model.config._attn_implementation
 
-        def second_sample(ids_BT: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        def second_sample(ids_BT, lengths):
             inputs = positions(lengths, ids.device, flash=flash)
             return model(input_ids=ids_BT, use_cache=False, **inputs).logits[0, -28:].double()
 

@@ -80,7 +80,7 @@ class Team:
         name = model.config.get_text_config()._attn_implementation  # key of transformers' table
         function = ALL_ATTENTION_FUNCTIONS[name]
 
-        def exchanging(module: nn.Module, query, key, value, _mask, **options):
+        def exchanging(module, query, key, value, _mask, **options):
             """Computes with query, key and value [B, H, T, D]."""
             rows, heads, _, head_size = query.shape
             ulysses = _ulysses(function, self.group, rows, heads, key.shape[1], head_size)

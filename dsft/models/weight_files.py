@@ -315,15 +315,15 @@ class ZeroShards:
             )
         self.world_size = len(files)
         # The engine's counters and, under "lr_scheduler", the state of DeepSpeed's scheduler.
-        self.model_state: dict[str, Any] = load_pickle(model_files[0])
+        self.model_state = load_pickle(model_files[0])
         if not self.model_state.get("param_shapes"):
             raise UserError(f"{model_files[0]}: has no param_shapes, which say how the shards are cut; use another")
         groups = self.model_state["param_shapes"]  # of each trained parameter, unsharded
-        self.shapes: dict[str, torch.Size] = {}
+        self.shapes = {}
         for group in groups:
             self.shapes |= group
-        self.step: int | None = None  # of the optimizer; None if it does not count
-        self._pieces: dict[str, list[_Piece]] = {}
+        self.step = None  # of the optimizer; None if it does not count
+        self._pieces = {}
         for rank, file in enumerate(files):
             states = load_pickle(file)["optimizer_state_dict"]
             if "partition_count" not in states:
