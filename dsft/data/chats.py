@@ -374,5 +374,4 @@ class _Forms:
 
 @functools.lru_cache(maxsize=32)
 def _forms(tokenizer: PreTrainedTokenizerBase, template: str, _num_tokens: int) -> _Forms:
-    """Returns the forms of a template, found once per tokenizer and number of its tokens."""
     return _Forms(tokenizer, template)

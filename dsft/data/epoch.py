@@ -26,6 +26,7 @@ from dsft.units import IGNORED, padded_width
 
 # input_ids and labels, both [T] int64; optionally weights, [T] float32, factors of each label's loss.
 Sequence = dict[str, np.ndarray]
+Counts = dict[str, Any]  # of rows, sequences and tokens, by name
 BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
 
 
@@ -102,7 +103,7 @@ def sequences_of(stores: list[Store], *, seq_len: int, keep_documents: bool) -> 
     return Sequences(stores, places, starts, ends)
 
 
-def describe_counts(counts: dict[str, Any]) -> str:
+def describe_counts(counts: Counts) -> str:
     words = []
     for name, value in counts.items():
         name = name.replace("_", " ")
@@ -113,7 +114,7 @@ def describe_counts(counts: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def count(sequences: Sequences) -> dict[str, Any]:
+def count(sequences: Sequences) -> Counts:
     """Returns the counts of all sources together, for run.json."""
     stores = sequences.stores
     names = stores[0].counts.keys()

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from dsft.config.options import DataFields
-from dsft.data.sources import HeldOut, Row, Source
+from dsft.data.sources import HeldOut, Row, Source, Values
 
 # Format -> the columns that identify it, tried in this order; then the text column, see `_needed_columns`.
 COLUMNS = {
@@ -79,6 +79,7 @@ MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["']role["']""")
 # role, content (text); optionally reasoning_content, name, tool_call_id, tool_calls with arguments that are objects,
 # and weight if it is not 1 (0 for a turn that is not trained).
 Message = dict[str, Any]
+Schemas = dict[str, Any]  # name of a tool -> JSON schema of its arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +230,6 @@ def suggest_columns(present: Iterable[str]) -> dict[str, Any]:
 
 
 def columns_line(columns: Mapping[str, Any]) -> str:
-    """Formats the option `columns` as a line of YAML."""
     text = yaml.safe_dump({**columns}, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
     return f"columns: {text.strip()}"
 
@@ -254,7 +254,7 @@ def canonical(row: Row, rules: FormatRules) -> Text | Pair | Chat:
     return sample
 
 
-def _sample(row: dict[str, Any], rules: FormatRules) -> Text | Pair | Chat:
+def _sample(row: Values, rules: FormatRules) -> Text | Pair | Chat:
     if rules.format == "text":
         return Text(text=_column(row, rules.text_column, empty=True))
     if "messages" in rules.columns:
@@ -313,7 +313,7 @@ def unused_columns(rows: list[Row], rules: FormatRules) -> tuple[str, ...]:
 # Texts and tables
 
 
-def _column(row: dict[str, Any], name: str, *, empty: bool = False) -> str:
+def _column(row: Values, name: str, *, empty: bool = False) -> str:
     """Reads a column that must contain text, which may be empty only with `empty`."""
     value = row.get(name)
     if value is None:
@@ -343,7 +343,7 @@ def template_columns(config: DataFields) -> set[str]:
     return names
 
 
-def _cell(row: dict[str, Any], name: str) -> str:
+def _cell(row: Values, name: str) -> str:
     """Reads a text or number."""
     value = row.get(name)
     return str(value) if isinstance(value, int | float) else _column(row, name, empty=True)
@@ -352,7 +352,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
 # Chats
 
 
-def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: int = 0) -> Chat:
+def _chat(messages: Any, row: Values, rules: FormatRules, *, num_given: int = 0) -> Chat:
     """Returns a chat from messages of any supported shape; the first `num_given` are not trained."""
     messages = _parsed(messages, "messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(given, dict) for given in messages):
@@ -414,7 +414,7 @@ def _chat(messages: Any, row: dict[str, Any], rules: FormatRules, *, num_given: 
     return Chat(messages=chat, tools=tools)
 
 
-def _require_tools(chat: list[Message], schemas: dict[str, Any]) -> None:
+def _require_tools(chat: list[Message], schemas: Schemas) -> None:
     """Raises ValueError if a called tool is neither among the chat's tools nor named in a system message."""
     texts = "\n".join(message["content"] for message in chat if message["role"] in ("system", "developer"))
     for message in chat:
@@ -427,7 +427,7 @@ def _require_tools(chat: list[Message], schemas: dict[str, Any]) -> None:
                 )
 
 
-def _without_channel(given: dict[str, Any]) -> dict[str, Any]:
+def _without_channel(given: Message) -> Message:
     """Converts a message of OpenAI's Harmony; an unknown channel is kept, and refused like any unknown key."""
     channel = given.get("channel")
     recipient = given.get("recipient")
@@ -439,7 +439,7 @@ def _without_channel(given: dict[str, Any]) -> dict[str, Any]:
     return rest if is_result or (channel == "final" and not recipient) else given
 
 
-def _message(given: dict[str, Any], number: int, schemas: dict[str, Any]) -> tuple[Message, bool]:
+def _message(given: Message, number: int, schemas: Schemas) -> tuple[Message, bool]:
     """Returns (the converted message, whether its role was that of a call)."""
     role = given.get("role", given.get("from"))
     if not isinstance(role, str) or role not in ROLES:
@@ -509,7 +509,7 @@ def _text(content: Any, place: str) -> str:
 # which values may really be null; JSON that was stored as text is unchanged.
 
 
-def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
+def _tools(row: Values) -> list[Any]:
     names = [name for name in TOOL_COLUMNS if row.get(name)]
     if len(names) > 1:
         raise ValueError(f"columns {' and '.join(names)} both contain tools; keep one")
@@ -531,7 +531,7 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
     return tools
 
 
-def _call(call: Any, place: str, schemas: dict[str, Any]) -> dict[str, Any]:
+def _call(call: Any, place: str, schemas: Schemas) -> Message:
     """Converts a call to OpenAI's form, with arguments as an object."""
     function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -43,13 +43,14 @@ WHITE_SPACE = re.compile(r"\s")
 NEAR_CUT = 1000  # characters after a cut in which white space is searched
 BATCH_ROWS = 1000
 BATCH_CHARACTERS = 1 << 20
+Values = dict[str, Any]  # of a row, by column
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Row(NamedTuple):
     """A row of a source; a text file is one row."""
 
-    values: dict[str, Any] | None  # by column; None if `map_row` left it out
+    values: Values | None  # None if `map_row` left it out
     number: int = 1  # from 1 in its file or data set: the line if the format has lines, else the row
     place: str = ""  # the file, or the data set's name
 
@@ -91,7 +92,7 @@ class Source:
     files: tuple[str, ...] = ()
     other_splits: tuple[str, ...] = ()  # files beside these that are not read
     hub: tuple[str, str | None, str] | None = None  # (name, config, split) on the hub; None with files
-    map_row: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
+    map_row: Callable[[Values], Values | None] | None = None
     """The user's function, called with each row before anything else reads it."""
     text_column: str = "text"  # column name of a text file's content
 

@@ -484,7 +484,6 @@ def cache_folder(data_cache: str | None) -> Path:
 
 
 def fingerprint(data: FormattedSource, tokenizer: PreTrainedTokenizerBase, preparation: Preparation = TRAINING) -> str:
-    """Hashes everything that decides the tokens."""
     rules = data.rules
     if rules.is_text:
         rules = replace(rules, seq_len=0, too_long="")  # windows are cut when they are read

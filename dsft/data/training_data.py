@@ -1,8 +1,7 @@
 """Builds the Trainer's inputs from the options: items, their collator, and their counts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +10,7 @@ from dsft.config.options import DataFields, TrainConfig, shuffle_seed
 from dsft.data.chats import TEMPLATE_ERRORS, chat_ids
 from dsft.data.epoch import (
     Collator,
+    Counts,
     Sequences,
     best_fit,
     count,
@@ -128,7 +128,6 @@ def sample_prompts(
 def check_prompts(
     config: TrainConfig, data: list[FormattedSource], tokenizer: PreTrainedTokenizerBase, size: ModelSize
 ) -> list[str]:
-    """Lists why the texts of `generate_samples` cannot be prompts of a model of this size."""
     if not isinstance(config.generate_samples, list):
         return []
     try:
@@ -152,10 +151,10 @@ def check_prompts(
 @dataclass(kw_only=True)
 class TrainingData:
     items: Sequences
-    collator: Callable[[list], dict[str, Any]]
+    collator: Collator
     held_out: Sequences | None
-    counts: dict[str, Any]
-    held_out_counts: dict[str, Any] | None
+    counts: Counts
+    held_out_counts: Counts | None
     uses_chat_template: bool = False  # whether all rows are chats
     prompts: list[Prompt] = field(default_factory=list)  # continued at each evaluation
     held_out_sets: tuple[str, ...] = ()  # names of the stores of `held_out`; empty if they have none

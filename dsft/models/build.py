@@ -416,7 +416,6 @@ def adapter_problems(
 
 
 def _tensors(names: Iterable[str], predicate: str) -> str:
-    """Counts tensors, and names the first."""
     first, *others = sorted(names)
     return f"{plural(1 + len(others), 'tensor')} {predicate}, {f'the first is {first}' if others else first}"
 

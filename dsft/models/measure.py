@@ -251,7 +251,6 @@ def set_router_loss(config: PreTrainedConfig, coefficient: float | None) -> None
 
 
 def check_sharding(size: ModelSize, *, stage: int, model: str) -> list[str]:
-    """Lists the problem of a quantised model under ZeRO-3, which cannot shard it."""
     quantization = size.quantization
     if stage < 3 or not quantization or (size.lora_r and not quantization.lies_on_disk):
         return []
