@@ -87,12 +87,9 @@ class ChatRenderer:
             answers = answers[-1:]
         self.wanted = []
         for turn in answers:
-            if self.weight(turn) and _parts_of(self.source[turn]):
+            if self.source[turn].get("weight", 1) and _parts_of(self.source[turn]):
                 self.wanted.append(turn)
         self.whole = self.render(self.source)
-
-    def weight(self, turn: int) -> float:
-        return self.source[turn].get("weight", 1)
 
     def render(self, messages: list[Message], *, prompt: bool = False, tools: bool = True, **switch: Any) -> str:
         if self.tools and tools:
@@ -132,7 +129,8 @@ class ChatRenderer:
                 span = (answer.start, end)
             if sequence not in sequences:
                 sequences.append(sequence)
-            sequence.spans.insert(0, (*span, self.weight(turn)))
+            weight = self.source[turn].get("weight", 1)
+            sequence.spans.insert(0, (*span, weight))
         if len(sequences) > 1:
             self.notes["rendered_apart"] = (
                 f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"

@@ -27,7 +27,7 @@ from dsft.units import IGNORED, padded_width
 # input_ids and labels, both [T] int64; optionally weights, [T] float32, factors of each label's loss.
 Sequence = dict[str, np.ndarray]
 Counts = dict[str, Any]  # of rows, sequences and tokens, by name
-BLANK: Sequence = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
+BLANK = {"input_ids": np.zeros(1, np.int64), "labels": np.full(1, IGNORED)}
 
 
 def sequence(ids: np.ndarray, trained: np.ndarray, weights: np.ndarray | None = None) -> Sequence:

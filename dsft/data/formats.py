@@ -261,10 +261,10 @@ def _sample(row: Values, rules: FormatRules) -> Text | Pair | Chat:
         return _chat(row.get(rules.columns["messages"][0]), row, rules)
     if rules.columns:  # a question and an answer, each a text or a number
         names = rules.columns["user"]
-        questions = [_cell(row, name) for name in names if row.get(name) not in NOTHING]
+        questions = [_column(row, name, number=True) for name in names if row.get(name) not in NOTHING]
         if not questions:
             raise ValueError(f"column {names[0]!r} is empty")
-        answer = _cell(row, rules.columns["assistant"][0])
+        answer = _column(row, rules.columns["assistant"][0], empty=True, number=True)
         (earlier,) = rules.columns.get("history", [None])
         history = row.get(earlier) or []
         messages = []
@@ -289,8 +289,7 @@ def _sample(row: Values, rules: FormatRules) -> Text | Pair | Chat:
             )
     else:
         for name in template_columns(rules):
-            if not isinstance(row.get(name), int | float):
-                _column(row, name)
+            _column(row, name, number=True)
         completion = rules.completion_template.format(**row)
         if not rules.prompt_template:
             return Text(text=completion)
@@ -313,9 +312,11 @@ def unused_columns(rows: list[Row], rules: FormatRules) -> tuple[str, ...]:
 # Texts and tables
 
 
-def _column(row: Values, name: str, *, empty: bool = False) -> str:
-    """Reads a column that must contain text, which may be empty only with `empty`."""
+def _column(row: Values, name: str, *, empty: bool = False, number: bool = False) -> str:
+    """Reads a column that must contain text, which may be `empty` or a `number` only with these."""
     value = row.get(name)
+    if number and isinstance(value, int | float):
+        return str(value)
     if value is None:
         raise ValueError(f"column {name!r} is {'null' if name in row else 'missing'}")
     if not isinstance(value, str):
@@ -341,12 +342,6 @@ def template_columns(config: DataFields) -> set[str]:
             ) from None
         names |= {name for _, name, _, _ in parts if name is not None}
     return names
-
-
-def _cell(row: Values, name: str) -> str:
-    """Reads a text or number."""
-    value = row.get(name)
-    return str(value) if isinstance(value, int | float) else _column(row, name, empty=True)
 
 
 # Chats

@@ -33,22 +33,18 @@ ALL_LINEAR = "all-linear"
 MAMBA_TYPES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 # Types of saved adapters that are scored, merged and trained further. A merge by peft computes the same as base and
 # adapter (each in tests/checkpoints/test_export_adapters.py).
-ADAPTER_TYPES = frozenset(
-    (
-        *("BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING"),
-        *("LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD"),
-        *("SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
-    )
-)
+ADAPTER_TYPES = {
+    *("BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING"),
+    *("LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD"),
+    *("SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
+}
 # Fields of LoRA that dsft plans, evaluates and merges.
-LORA_FIELDS = frozenset(
-    (
-        *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "rank_pattern"),
-        *("alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "layers_to_transform"),
-        *("layers_pattern", "init_lora_weights", "eva_config"),
-        *("trainable_token_indices", "target_parameters", "lora_bias", "ensure_weight_tying"),
-    )
-)
+LORA_FIELDS = {
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "rank_pattern"),
+    *("alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "bias", "layers_to_transform"),
+    *("layers_pattern", "init_lora_weights", "eva_config"),
+    *("trainable_token_indices", "target_parameters", "lora_bias", "ensure_weight_tying"),
+}
 QLORA_STARTS = (True, False, "gaussian", "orthogonal")  # values of `init_lora_weights` that need no weights of the base
 # Others need the data, or change the base in a way that cannot be reproduced from the saved adapter. peft repeats the
 # last two each time it loads the adapter.

@@ -54,7 +54,7 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORCE_NOT = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _REFUSED = re.compile(r"GLOBAL (\S+)|(?:function|got) <class '([^']+)'>|unrecognized function (.+?)(?: which|$)")
-_trusted: ContextVar[bool] = ContextVar("_trusted", default=False)
+_trusted = ContextVar("_trusted", default=False)
 
 FP32 = "fp32"  # name of the trained weights among the optimizer's states
 
