@@ -178,15 +178,15 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
             raise ValueError(f"columns={config.columns}: {' and '.join(wrong)} must name one column")
     if name == "auto":
         needed_by = {each: _needed_columns(each, config) for each in (*COLUMNS, "text")}
-        found = [each for each in needed_by if needed_by[each] <= {*present}]
-        if not found:
+        matching = [each for each in needed_by if needed_by[each] <= {*present}]
+        if not matching:
             formats = "; ".join(", ".join(sorted(needed)) for needed in needed_by.values())
             example = suggest_columns(present) or {"user": "COLUMN", "assistant": "COLUMN"}
             raise ValueError(
                 f"columns of no known format ({formats}); the columns are {', '.join(present)}. Add to the config for"
                 f" chats: {columns_line(example)} or for text: text_column: COLUMN"
             )
-        name = found[0]
+        name = matching[0]
     needed = {*chain(*columns.values())} if columns else _needed_columns(name, config)
     if missing := needed.difference(*(row.values for row in rows)):
         option = {"template": "the template names", "columns": "columns names"}.get(name, f"data_format={name} needs")

@@ -149,8 +149,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str], problems: 
             )
     special = [AddedToken(marker, special=True, normalized=False) for marker in markers]
     tokenizer.add_tokens(special, special_tokens=True)
-    known = {*vocabulary, *markers}
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts if text not in known])
+    existing = {*vocabulary, *markers}
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts if text not in existing])
     return sorted(number for text, number in tokenizer.get_vocab().items() if text not in vocabulary)
 
 
