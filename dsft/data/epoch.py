@@ -115,7 +115,6 @@ def describe_counts(counts: Counts) -> str:
 
 
 def count(sequences: Sequences) -> Counts:
-    """Returns the counts of all sources together, for run.json."""
     stores = sequences.stores
     names = stores[0].counts.keys()
     counts = {}

@@ -302,7 +302,6 @@ def _sample(row: Values, rules: FormatRules) -> Text | Pair | Chat:
 
 
 def unused_columns(rows: list[Row], rules: FormatRules) -> tuple[str, ...]:
-    """Lists columns that have a value in some row and are never read."""
     names = {}
     for row in rows:
         names |= dict.fromkeys(name for name, value in row.values.items() if value not in NOTHING)
@@ -480,7 +479,6 @@ def _message(given: Message, number: int, schemas: Schemas) -> tuple[Message, bo
 
 
 def _text(content: Any, place: str) -> str:
-    """Returns a text, or the joined parts of one."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -113,7 +113,6 @@ class Source:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the files on disk, or of a hub data set's rows."""
         if self.files:
             return sum(map(getsize, self.files))
         return _load_from_hub(*self.hub).data.nbytes

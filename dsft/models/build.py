@@ -89,7 +89,6 @@ MASKS = re.compile(r"\.attn(\.attention)?\.((masked_)?bias|causal_mask)$")
 
 
 def resolve_dtype(dtype: str) -> str:
-    """Resolves "auto" to bfloat16 on a GPU that computes in it, and to float32 elsewhere."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"

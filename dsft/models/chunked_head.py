@@ -191,7 +191,6 @@ def sums_of_nats(
 
 
 def own_loss_problems(compute_loss: Callable, vocab_size: int) -> list[str]:
-    """Tries the user's own loss on a few random logits, and lists its problems."""
     name = f"compute_loss={name_of(compute_loss)}"
     generator = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(6, vocab_size, generator=generator).requires_grad_()

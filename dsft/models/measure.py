@@ -111,8 +111,6 @@ class ModelSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Facts about a model before its weights are loaded, measured once."""
-
     config: PreTrainedConfig  # of the package, as it is on disk
     size: ModelSize
     attn_implementation: str  # that transformers uses: the requested one, else its default for this architecture

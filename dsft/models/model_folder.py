@@ -139,7 +139,6 @@ def base_revision(model: str) -> str | None:
 
 
 def is_gguf(model: str) -> bool:
-    """Whether `model` names a GGUF file, local or in a repository on the hub."""
     return model.endswith(".gguf")
 
 

@@ -213,7 +213,6 @@ def unpacking_config(config: PreTrainedConfig) -> Any:
 
 
 def _section(config: PreTrainedConfig) -> tuple[dict[str, Any] | None, str]:
-    """Returns a config's section on quantisation, and the method that it names."""
     section = None
     for part in (config, config.get_text_config(decoder=True)):
         section = section or getattr(part, "quantization_config", None)

@@ -157,7 +157,6 @@ class RowRules:
     multiple: int = 1  # every batch is padded to a multiple of this length, even if `alone` or beyond a limit
 
     def joined(self, other: "RowRules") -> "RowRules":
-        """Return the rules for two models that get the same batches."""
         limits = {*self.limits, *other.limits}
         return RowRules(limits=tuple(sorted(limits)), alone=self.alone or other.alone)
 
@@ -185,7 +184,6 @@ def length_limits(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def rope_types(text: PreTrainedConfig) -> dict[str, dict]:
-    """Return rope_type -> its parameters, for all kinds of layers."""
     rope = getattr(text, "rope_parameters", None) or {}
     types = {}
     for section in (rope, *rope.values()):
@@ -337,7 +335,6 @@ def attention_like_eager(
 
 @one_thread()
 def is_like_eager(config: PreTrainedConfig, attn_implementation: str, *, dtype: torch.dtype, **options) -> bool:
-    """Whether an attention has the same loss and gradients as eager attention in this architecture."""
     try:
         results = []
         for implementation in ("eager", attn_implementation):

@@ -377,7 +377,6 @@ class ZeroShards:
 
     @property
     def states(self) -> set[str]:
-        """Returns the names of the optimizer's states, such as exp_avg, without FP32."""
         names = set()
         for pieces in self._pieces.values():
             for piece in pieces:
