@@ -109,7 +109,15 @@ class ChatRenderer:
         self.check_messages()
         whole = Rendered(text=self.whole, spans=[])
         if self.rules.train_on == "all":
-            return [self.all_trained(whole)]
+            if any(message.get("weight", 1) != 1 for message in self.source):
+                raise ValueError(
+                    "a message has a weight, and train_on: all trains every token alike; use train_on: answers"
+                )
+            last = len(self.source) - 1
+            if last in self.wanted and self.answer(last).ends_open:
+                whole.text = self.closed(self.whole.rstrip())
+            whole.spans = [(0, len(whole.text), 1)]
+            return [whole]
         sequences = []
         for turn in reversed(self.wanted):
             answer = self.answer(turn)
@@ -136,17 +144,6 @@ class ChatRenderer:
                 f"{len(sequences)} sequences: the chat template renders answers otherwise once the chat goes on"
             )
         return sequences[::-1] or [whole]
-
-    def all_trained(self, whole: Rendered) -> Rendered:
-        if any(message.get("weight", 1) != 1 for message in self.source):
-            raise ValueError(
-                "a message has a weight, and train_on: all trains every token alike; use train_on: answers"
-            )
-        last = len(self.source) - 1
-        if last in self.wanted and self.answer(last).ends_open:
-            whole.text = self.closed(self.whole.rstrip())
-        whole.spans = [(0, len(whole.text), 1)]
-        return whole
 
     def closed(self, text: str) -> str:
         if self.tokenizer.eos_token is None:

@@ -211,8 +211,9 @@ class TokensBuilder:
     def drop_bad(self, problem: str) -> None:
         """Counts a row that cannot be used; raises UserError unless bad rows are dropped."""
         if self.rules.bad_rows == "error":
-            way_out = "bad_rows: drop leaves such rows out of a training, and counts them"
-            raise UserError(f"{self.place}: {problem}; {way_out}")
+            raise UserError(
+                f"{self.place}: {problem}; bad_rows: drop leaves such rows out of a training, and counts them"
+            )
         self.note("dropped_bad", problem)
 
     def add(self, ids: list[int], spans: Spans) -> None:
