@@ -3,15 +3,16 @@
 
 Identical layers run once. Temporary memory of a backward, and that of the head, are formulas in memory.py.
 
-Shape suffixes: B batch, N heads, T time, D head dim.
+Shape suffixes: B batch, N heads, T time, D head dim, L layers.
 """
 
 import contextlib
 import copy
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,8 +49,7 @@ LIGER_MODELS = {
 class Activations:
     """Bytes of one token on one GPU."""
 
-    layers: tuple[float, ...]
-    """Saved by each layer that is not checkpointed."""
+    layers: tuple[float, ...]  # saved by each layer that is not checkpointed
     layers_zero_3: tuple[float, ...]
     """The same with DeepSpeed's linear layers of ZeRO-3, which also save the inputs of frozen weights."""
     layers_fixed: tuple[float, ...]
@@ -59,9 +59,7 @@ class Activations:
 
 
 def attention_of(facts: ModelFacts, *, seq_len: int, masked: bool) -> Attention:
-    """Return how attention uses memory: transformers passes sdpa no mask only if a batch has none and is shorter than a
-    sliding window.
-    """
+    """Return how attention uses memory: sdpa has a mask if a batch has one, or reaches a sliding window."""
     if facts.attn_implementation != "sdpa":
         return "eager" if facts.attn_implementation == "eager" else "flash"
     window = getattr(facts.config.get_text_config(), "sliding_window", None)
@@ -150,33 +148,31 @@ def measure_activations(job: Job) -> Activations:
             with torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
                 model(input_ids=ids_BT, use_cache=False, logits_to_keep=1, **mask)
             runs.append((counter.layer_bytes, counter.linear_bytes()))
-    (few_bytes, _), (many_bytes, linear_bytes) = runs
+    (few_bytes_L, _), (many_bytes_L, linear_bytes_L) = runs
     few_tokens, many_tokens = (number * tokens for number in MEASURED_BATCHES)
-    kept = []
-    kept_by_zero_3 = []
-    fixed = []
-    for first in first_alike:
-        per_token = (many_bytes[first] - few_bytes[first]) / (many_tokens - few_tokens)
-        kept.append(per_token)
-        kept_by_zero_3.append(per_token + linear_bytes[first] / many_tokens)
-        fixed.append(few_bytes[first] - few_tokens * per_token)
-    return Activations(layers=tuple(kept), layers_zero_3=tuple(kept_by_zero_3), layers_fixed=tuple(fixed))
+    kept_L = (many_bytes_L - few_bytes_L) / (many_tokens - few_tokens)
+    zero_3_L = kept_L + linear_bytes_L / many_tokens
+    fixed_L = few_bytes_L - few_tokens * kept_L
+    return Activations(
+        layers=tuple(kept_L[first_alike].tolist()),
+        layers_zero_3=tuple(zero_3_L[first_alike].tolist()),
+        layers_fixed=tuple(fixed_L[first_alike].tolist()),
+    )
 
 
 def _first_alike(model: PreTrainedModel, layers: list[nn.Module]) -> list[int]:
-    """Return, for each layer, the index of the first one with the same parameters, trained alike, and the same entry in
-    the config's lists (layer_types ...).
-    """
+    """Return, for each layer, the first with the same parameters, trained alike, and config (layer_types ...)."""
     lists = []
     for values in vars(model.config.get_text_config()).values():
         if isinstance(values, list) and len(values) == len(layers):
             lists.append(values)
-    firsts: dict[Any, int] = {}
+    firsts = {}
     first_alike = []
     for index, layer in enumerate(layers):
-        parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in layer.named_parameters()]
-        kind = (tuple(parameters), *(str(values[index]) for values in lists))
-        first_alike.append(firsts.setdefault(kind, index))
+        kind = [str(values[index]) for values in lists]
+        for name, parameter in layer.named_parameters():
+            kind.append((name, tuple(parameter.shape), parameter.requires_grad))
+        first_alike.append(firsts.setdefault(tuple(kind), index))
     return first_alike
 
 
@@ -185,7 +181,7 @@ class _SavedBytes:
 
     def __init__(self, layers: list[nn.Module], first_alike: list[int]):
         self.layers = layers
-        self.outputs: dict[int, Any] = {}
+        self.outputs = {}
         for index, first in enumerate(first_alike):
             if index != first:
                 self._skip(layers[index], first)
@@ -197,14 +193,10 @@ class _SavedBytes:
         layer.forward = lambda *args, **kwargs: self.outputs[first]
 
     def start(self, known: list[torch.Tensor]) -> None:
-        """Count from zero, without the storages of `known`."""
-        self.layer_bytes = [0] * len(self.layers)
-        self.linear_inputs: dict[int, tuple[int, torch.UntypedStorage]] = {}
-        """Storage by address, with the layer whose linear layer read it first."""
-        self.seen: dict[int, torch.UntypedStorage] = {}
-        """By address; a reference keeps the address from being reused."""
-        self.layer: int | None = None
-        """That runs now."""
+        self.layer_bytes = np.zeros(len(self.layers), np.int64)
+        self.linear_inputs = {}  # address -> layer whose linear layer read the storage first, storage
+        self.seen = {}  # address -> storage; a reference keeps the address from being reused
+        self.layer = None  # index of the one that runs now
         self.is_paused = False
         self.ignore(known)
 
@@ -221,9 +213,9 @@ class _SavedBytes:
                 self.layer_bytes[self.layer] += storage.nbytes()
         return tensor
 
-    def linear_bytes(self) -> list[int]:
-        """Return, for each layer, the bytes that linear layers read and no backward needs otherwise."""
-        layer_bytes = [0] * len(self.layers)
+    def linear_bytes(self) -> np.ndarray:
+        """Return [L] bytes that linear layers read and no backward needs otherwise."""
+        layer_bytes = np.zeros_like(self.layer_bytes)
         for address, (layer, storage) in self.linear_inputs.items():
             if address not in self.seen:
                 layer_bytes[layer] += storage.nbytes()

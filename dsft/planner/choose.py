@@ -4,8 +4,10 @@ three ways to place the model that fits. Pure arithmetic.
 """
 
 import dataclasses
+import itertools
 import json
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +37,7 @@ from dsft.units import Batch, GiB, in_time, padded_width
 NAMES = ("0", "1", "2", "3", "3-hpz", "2-offload", "3-offload-optimizer", "3-offload-param", "3-offload")
 """Candidates, simplest first: of two that are equally fast, the first wins."""
 SEQUENCES_PER_RANK = 8
-"""Sequences of one optimizer step on each rank if no option sets them: the default of TrainingArguments'
-per_device_train_batch_size. The plan cuts them into micro batches.
-"""
+"""Of one optimizer step, if no option sets them: TrainingArguments' default. The plan cuts them into micro batches."""
 LARGEST_MICRO_BATCH = 64
 CHECKPOINT_EVERY = (1, 2, 4, 8)
 """Activation checkpointing of every n-th layer: the n that are tried."""
@@ -47,31 +47,22 @@ SMALL_LIVE_PARAMS = 50_000_000
 """stage3_max_live_parameters and stage3_max_reuse_distance, lowered together, if 1e9 does not fit."""
 LEAST_BUCKET = 2**25
 """Smallest bucket of ZeRO-3, in elements: transformers' "auto" is the hidden size squared, 65,536 at a width of 256."""
-MOST_PREFETCHED = 2**28
-"""Largest prefetch of ZeRO-3, in elements: a layer of an 8B model has 218 M."""
+MOST_PREFETCHED = 2**28  # largest prefetch of ZeRO-3, in elements: a layer of an 8B model has 218 M
 FAST_LINK_BYTES = 1e11
 """Bytes per second of a rank's links in a node above which halving the traffic gains little: NVLink with a switch."""
 PERSISTENT_SHARE = 0.05
 """Share of a model's parameters that may stay gathered so that its adapters do."""
-OFFLOADED_PARTS = ("offload_optimizer", "offload_param")
 
-HOST_SHARE = 0.95
-"""Of a node's memory; the rest is the system's."""
+HOST_SHARE = 0.95  # of a node's memory; the rest is the system's
 RESERVE_BYTES = 2**29
-"""Left free on a GPU: memory outside of torch was up to 0.3 GiB above the assumption. Under ZeRO-3 torch's cache can
-release gathered parameters instead.
-"""
+"""Left free: memory outside of torch was up to 0.3 GiB above the assumption. ZeRO-3 can release parameters instead."""
 FULL = 0.92
 """Share of a GPU's memory above which a plan must be FULL_COSTS times as fast as a smaller one."""
-ROOMY = 0.8
-"""Share of a GPU's memory up to which larger micro batches are preferred."""
+ROOMY = 0.8  # share of a GPU's memory up to which larger micro batches are preferred
 FULL_COSTS = 1.15
-OFFLOAD_GAIN = 1.2
-"""How much faster offload must be than every plan without it that fits."""
-HPZ_GAIN = 1.1
-"""How much faster hpZ must be than other plans: no run has confirmed its prediction."""
-SAME_SPEED = 1.02
-"""Plans within this factor count as equally fast: the simplest is taken."""
+OFFLOAD_GAIN = 1.2  # how much faster offload must be than every plan without it that fits
+HPZ_GAIN = 1.1  # how much faster hpZ must be than other plans: no run has confirmed its prediction
+SAME_SPEED = 1.02  # plans within this factor count as equally fast: the simplest is taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +72,7 @@ class Needs:
     terms: tuple[Term, ...]
     device_bytes: int
     """Peak on one GPU (on CPU, of one rank), including context and communication buffers."""
-    host_bytes: int
-    """Host memory of one node, all its ranks together."""
+    host_bytes: int  # host memory of one node, all its ranks together
     limiting_resource: str
     """ "GPU memory", "host memory", or both joined by " and "; empty if it fits."""
 
@@ -98,8 +88,9 @@ def add_up(terms: list[Term], machine: Machine, *, stage: int) -> dict[str, Any]
     if not machine.has_gpu:
         host += machine.ranks_per_node * device  # CPU ranks keep everything in host memory
     missing = []
-    gathers = stage == 3 and machine.world_size > 1
-    if machine.has_gpu and device + (0 if gathers else RESERVE_BYTES) > machine.device_bytes:
+    can_release = stage == 3 and machine.world_size > 1
+    reserve = 0 if can_release else RESERVE_BYTES
+    if machine.has_gpu and device + reserve > machine.device_bytes:
         missing.append("GPU memory")
     if host > HOST_SHARE * machine.host_bytes:
         missing.append("host memory")
@@ -113,36 +104,29 @@ def add_up(terms: list[Term], machine: Machine, *, stage: int) -> dict[str, Any]
 
 def shortage(plan: Needs, machine: Machine) -> float:
     """Return the needed share of the scarcer memory, GPU or host."""
-    device = (plan.device_bytes + RESERVE_BYTES) / machine.device_bytes if machine.has_gpu else 0.0
-    return max(device, plan.host_bytes / (HOST_SHARE * machine.host_bytes))
+    host = plan.host_bytes / (HOST_SHARE * machine.host_bytes)
+    if not machine.has_gpu:
+        return host
+    return max(host, (plan.device_bytes + RESERVE_BYTES) / machine.device_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Needs):
-    """One DeepSpeed configuration with its predicted memory and time."""
-
     zero: str
     """Name as the option `zero` takes it: 0, 1, 2, 3, 3-hpz, 2-offload ... or the path of a DeepSpeed JSON."""
     activation_checkpointing: bool
-    checkpoint_every: int
-    """With checkpointing, every n-th layer is recomputed."""
-    micro_batch: int
-    """Sequences of one forward on one rank."""
-    accumulation: int
-    """Micro batches of one optimizer step."""
-    sequence_parallel: int
-    """Ranks that share each micro batch."""
-    deepspeed_config: dict[str, Any]
-    """What training gets; "auto" numbers are left to transformers."""
+    checkpoint_every: int  # with checkpointing, every n-th layer is recomputed
+    micro_batch: int  # sequences of one forward on one rank
+    accumulation: int  # micro batches of one optimizer step
+    sequence_parallel: int  # ranks that share each micro batch
+    deepspeed_config: dict[str, Any]  # what training gets; "auto" numbers are left to transformers
     step_seconds: float
-    tokens_per_step: int
-    """Over all ranks."""
+    tokens_per_step: int  # over all ranks
     has_time_estimate: bool
     """Whether `step_seconds` may be shown, and not only ranks plans: the GPU is known by name."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks."""
         return self.tokens_per_step / self.step_seconds
 
     @property
@@ -154,7 +138,6 @@ class Plan(Needs):
 
     @property
     def label(self) -> str:
-        """Name, checkpointing and batch."""
         text = f"ZeRO {self.zero}, checkpointing {self.checkpointing}, batch {self.micro_batch} x {self.accumulation}"
         if self.sequence_parallel > 1:
             text += f", {self.sequence_parallel} ranks to a sequence"
@@ -162,7 +145,6 @@ class Plan(Needs):
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """For JSON: all fields, with the sums that tables show."""
     return dataclasses.asdict(plan) | {"fits": plan.fits, "tokens_per_second": plan.tokens_per_second}
 
 
@@ -181,7 +163,6 @@ def plan_flags(plan: Plan, job: Job) -> str:
 
 
 def describe_memory(needs: Needs, machine: Machine, *, host: bool = True) -> str:
-    """Needed and available memory; `host`: host memory too."""
     share = needs.device_bytes / machine.device_bytes
     each = f" per {machine.place}" if machine.world_size > 1 else ""
     text = f"{needs.device_bytes / GiB:,.1f} of {machine.device_bytes / GiB:.1f} GiB{each} ({share:.0%})"
@@ -215,9 +196,7 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
 
 
 def batches(job: Job, machine: Machine) -> list[Batch]:
-    """Return the batches to try, smallest micro batch first. Each has the sequences of one step on all ranks (if they
-    do not divide evenly, as many as do, and at least one on each).
-    """
+    """Return the batches to try, smallest micro batch first: the sequences of a step, or as many as divide evenly."""
     per_rank = job.micro_batch or SEQUENCES_PER_RANK
     micro_batches = [per_rank]
     if job.sequences_per_step:
@@ -225,15 +204,17 @@ def batches(job: Job, machine: Machine) -> list[Batch]:
     if not job.micro_batch and not job.accumulation:
         most = min(per_rank, LARGEST_MICRO_BATCH)
         micro_batches = [number for number in range(1, most + 1) if per_rank % number == 0]
-    return [job.batch(micro, job.accumulation or max(1, per_rank // micro), machine) for micro in micro_batches]
+    batches = []
+    for micro in micro_batches:
+        accumulation = job.accumulation or max(1, per_rank // micro)
+        batches.append(job.batch(micro, accumulation, machine))
+    return batches
 
 
 def settings(
     name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine, accumulation: int
 ) -> list[dict[str, Any]]:
-    """Return the configuration with numbers for this model, then variants that need less memory. Of a user's JSON only
-    "auto" entries are chosen.
-    """
+    """Return the configuration with numbers for this model (of a user's JSON only "auto"), then smaller variants."""
     hpz_ranks = None if zero_file else machine.ranks_per_node
     config = compose(zero_file or read_zero_file(name, []), hpz_ranks=hpz_ranks, bf16_states=job.bf16_states)
     zero = config["zero_optimization"]
@@ -246,9 +227,12 @@ def settings(
     if stage == 3:
         live = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), SMALL_LIVE_PARAMS)
         sections.append(zero | live)
-    pinned = [part for part in OFFLOADED_PARTS if get_value(zero, f"{part}.pin_memory")]
-    if pinned:  # pinned memory is rounded up to powers of two, pageable memory is not
-        sections.append(sections[-1] | {part: zero[part] | {"pin_memory": False} for part in pinned})
+    pageable = {}  # pinned memory is rounded up to powers of two
+    for part in ("offload_optimizer", "offload_param"):
+        if get_value(zero, f"{part}.pin_memory"):
+            pageable[part] = zero[part] | {"pin_memory": False}
+    if pageable:
+        sections.append(sections[-1] | pageable)
     configs = [config | {"zero_optimization": section} for section in sections]
     # Stage 0 refuses to add up in another type than the model's; stage 1 would hold all gradients in full.
     if stage >= 2 and wants_fp32_sums(job, accumulation):
@@ -289,9 +273,7 @@ def wants_fp32_sums(job: Job, accumulation: int) -> bool:
 
 
 def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
-    """Choose the "auto" entries of a stage-3 section: transformers' numbers, but none so small that collectives are
-    dominated by their latency.
-    """
+    """Choose the "auto" entries of a stage-3 section; small collectives would be dominated by their latency."""
     # The largest adapter that stays gathered: else each is a collective of its own over a few thousand elements.
     adapters = 0
     for numel, _ in size.trainable_numels if size.lora_r else ():
@@ -312,57 +294,47 @@ def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
 
 
 def all_plans(job: Job, machine: Machine, *, zero: str = "auto", zero_file: dict[str, Any] | None = None) -> list[Plan]:
-    """Return a plan for each configuration, micro batch, and share of recomputed layers.
+    """Return a plan for each configuration, micro batch, and share of recomputed layers: with the first of its settings
+    that fits, else with the last, which needs least.
 
     Args:
         zero: "auto" for all candidates, else the one of that name, whatever type it accumulates gradients in.
         zero_file: the content of the DeepSpeed JSON if `zero` is a path.
     """
+    every_nth = (job.checkpoint_every or 1,)
     if job.checkpointing is None:
-        computed_again = (0, job.checkpoint_every) if job.checkpoint_every else (0, *CHECKPOINT_EVERY)
-    else:
-        computed_again = ((job.checkpoint_every or 1) if job.checkpointing else 0,)
+        every_nth = (0, *(every_nth if job.checkpoint_every else CHECKPOINT_EVERY))
+    elif not job.checkpointing:
+        every_nth = (0,)
+    names = candidate_names(job, machine) if zero == "auto" else [zero]
     plans = []
-    for name in candidate_names(job, machine) if zero == "auto" else [zero]:
-        for batch in batches(job, machine):
-            if zero == "auto" and name in ("0", "1") and wants_fp32_sums(job, batch.accumulation):
-                continue
-            for every in computed_again:
-                plans.append(_first_that_fits(name, zero_file, job, machine, batch, every))
+    for name, batch, every in itertools.product(names, batches(job, machine), every_nth):
+        accumulation = batch.accumulation
+        if zero == "auto" and name in ("0", "1") and wants_fp32_sums(job, accumulation):
+            continue
+        for config in settings(name, zero_file, job, machine, accumulation):
+            layout = ZeroLayout(job, config, machine, accumulation=accumulation)
+            needs = add_up(training_terms(layout, batch, every=every), machine, stage=layout.stage)
+            # If the GPU would be nearly full, fewer parameters are gathered at once.
+            is_full = needs["device_bytes"] > FULL * machine.device_bytes
+            gathers_much = layout.stage == 3 and layout.zero["stage3_max_live_parameters"] > SMALL_LIVE_PARAMS
+            if not needs["limiting_resource"] and not (is_full and gathers_much):
+                break
+        plan = Plan(
+            **needs,
+            zero=name,
+            activation_checkpointing=every > 0,
+            checkpoint_every=every or 1,
+            micro_batch=batch.micro,
+            accumulation=accumulation,
+            sequence_parallel=batch.sequence_parallel,
+            deepspeed_config=config,
+            step_seconds=step_seconds(layout, batch, recomputed=1 / every if every else 0.0),
+            tokens_per_step=job.seq_len * batch.sequences,
+            has_time_estimate=machine.has_gpu and (not machine.gpu_type or bool(cards_named(machine.gpu_type))),
+        )
+        plans.append(plan)
     return plans
-
-
-def _first_that_fits(
-    name: str,
-    zero_file: dict[str, Any] | None,
-    job: Job,
-    machine: Machine,
-    batch: Batch,
-    every: int,
-) -> Plan:
-    """Predict one candidate with the first of its settings that fits, else with the last, which needs least. If the GPU
-    would be nearly full, fewer parameters are gathered at once.
-    """
-    for config in settings(name, zero_file, job, machine, batch.accumulation):
-        layout = ZeroLayout(job, config, machine, accumulation=batch.accumulation)
-        needs = add_up(training_terms(layout, batch, every=every), machine, stage=layout.stage)
-        is_full = needs["device_bytes"] > FULL * machine.device_bytes
-        gathers_much = layout.stage == 3 and layout.zero["stage3_max_live_parameters"] > SMALL_LIVE_PARAMS
-        if not needs["limiting_resource"] and not (is_full and gathers_much):
-            break
-    return Plan(
-        **needs,
-        zero=name,
-        activation_checkpointing=every > 0,
-        checkpoint_every=every or 1,
-        micro_batch=batch.micro,
-        accumulation=batch.accumulation,
-        sequence_parallel=batch.sequence_parallel,
-        deepspeed_config=config,
-        step_seconds=step_seconds(layout, batch, recomputed=1 / every if every else 0.0),
-        tokens_per_step=job.seq_len * batch.sequences,
-        has_time_estimate=machine.has_gpu and bool(not machine.gpu_type or cards_named(machine.gpu_type)),
-    )
 
 
 def choose(plans: list[Plan], machine: Machine) -> Plan:
@@ -397,9 +369,9 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
 
 def best_of_each(plans: Iterable[Plan], machine: Machine) -> list[Plan]:
     """Return the chosen plan of each configuration with and without checkpointing, for a table."""
-    groups: dict[tuple[str, bool], list[Plan]] = {}
+    groups = defaultdict(list)
     for plan in plans:
-        groups.setdefault((plan.zero, plan.activation_checkpointing), []).append(plan)
+        groups[plan.zero, plan.activation_checkpointing].append(plan)
     return [choose(group, machine) for group in groups.values()]
 
 
@@ -407,7 +379,6 @@ def best_of_each(plans: Iterable[Plan], machine: Machine) -> list[Plan]:
 
 
 def reason(chosen: Plan, machine: Machine, *, zero: str = "auto") -> str:
-    """Explain the choice in one sentence."""
     asked = "" if zero == "auto" else f"zero={zero}: "
     memory = describe_memory(chosen, machine)
     if not chosen.fits:
@@ -439,29 +410,19 @@ def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
 EVALUATION_NAMES = ("0", "3", "3-offload")
 """One copy of the model per rank, shards over all ranks, shards in host memory: the first that fits is chosen."""
 DEFAULT_BATCH_TOKENS = {True: 16384, False: 4096}
-"""Tokens of one forward on a GPU and on a CPU. The same however the model is placed, since the bits of a result depend
-on it.
-"""
+"""Tokens of one forward on a GPU and on a CPU, however the model is placed: the bits of a result depend on it."""
 LENGTH_STEP = 256
 MOST_POSITIONS = 2**20
-"""The longest window is a multiple of LENGTH_STEP, up to the model's positions or, if these have no limit,
-MOST_POSITIONS.
-"""
+"""Windows are planned in multiples of LENGTH_STEP, up to the model's positions, or else MOST_POSITIONS."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan(Needs):
-    """One way to place the model for scoring."""
-
-    zero: str
-    """As the option `zero` of `dsft eval` takes it."""
+    zero: str  # as the option `zero` of `dsft eval` takes it
     batch_tokens: int
-    reason: str = ""
-    """Why it was chosen, one sentence."""
+    reason: str = ""  # why it was chosen, one sentence
     longest_window: int | None = None
-    """Tokens of the longest window that fits in any way, alone in its batch; 0 if none fits; None if attention
-    materialises a matrix.
-    """
+    """Tokens of the longest window that fits, alone in its batch; 0 if none does; None if attention has a matrix."""
 
 
 def longest_length(fits: Callable[[int], bool], size: ModelSize) -> int:
@@ -477,9 +438,7 @@ def tokens_at_once(batch_tokens: int | None, seq_len: int, *, has_gpu: bool) -> 
 
 
 def evaluation_section(zero: str, ranks_per_node: int) -> dict[str, Any]:
-    """The section zero_optimization for scoring: that of training without its optimizer, and with DeepSpeed's defaults
-    in place of "auto".
-    """
+    """Return training's zero_optimization without the optimizer, and with DeepSpeed's defaults in place of "auto"."""
     hpz_ranks = None if zero.endswith(".json") else ranks_per_node
     section = compose(read_zero_file(zero, []), hpz_ranks=hpz_ranks)["zero_optimization"]
     return {key: value for key, value in section.items() if value != "auto" and key != "offload_optimizer"}
@@ -494,12 +453,8 @@ def plan_evaluation(
     batch_tokens: int | None = None,
     zero: str = "auto",
 ) -> EvaluationPlan:
-    """Choose how a model is placed for scoring, in `dsft eval` and `dsft plan --perplexity`.
-
-    Args:
-        seq_len: of the longest window.
-        batch_tokens: of all the ranks that share a batch; None for the default.
-        zero: "auto" for all ways, else the one that is asked for.
+    """Choose how a model is placed for scoring. Args: `seq_len`: of the longest window; `batch_tokens`: of all ranks
+    that share a batch, None for the default; `zero`: "auto" for all ways, else the one that is asked for.
     """
     job = Job(
         size=dataclasses.replace(facts.size, num_trainable=0, trainable_numels=()),  # nothing is trained
@@ -543,7 +498,8 @@ def _plan_scoring(zero: str, tokens: int, job: Job, machine: Machine) -> Evaluat
     size = job.size
     item = job.weight_bytes
     # The backbone without gradients, or after it the hidden states twice and one tile of logits in fp32.
-    backbone = tokens * max(4 * item * (size.hidden_size + size.ffn_size), 0.6 * max(job.activations.layers))
+    products = 4 * item * (size.hidden_size + size.ffn_size)
+    backbone = tokens * max(products, 0.6 * max(job.activations.layers))
     device = "cuda" if machine.has_gpu else "cpu"
     tile = min(tokens, ROW_TILE[device]) * min(size.vocab_size, VOCAB_TILE[device])
     head = tokens * 2 * item * size.hidden_size + tile * (4 + 2 * item)

@@ -33,12 +33,9 @@ if TYPE_CHECKING:  # they import transformers, which a report would wait for
 class OptimizerMemory:
     """Bytes per trained parameter that an optimizer needs beside weight and gradient."""
 
-    state_bytes: float
-    """Its moments."""
-    master_bytes: int = 4
-    """The fp32 copy of the weight that is updated."""
-    step_bytes: int = 0
-    """Temporary copies during an update."""
+    state_bytes: float  # its moments
+    master_bytes: int = 4  # the fp32 copy of the weight that is updated
+    step_bytes: int = 0  # temporary copies during an update
 
     @property
     def checkpoint_bytes(self) -> float:
@@ -48,8 +45,7 @@ class OptimizerMemory:
 
 EIGHT_BIT_BYTES = 1 + 4 / 256
 """A moment of bitsandbytes: a byte, and an fp32 scale for 256 of them (bitsandbytes/optim/optimizer.py)."""
-ADAM = OptimizerMemory(state_bytes=8)
-"""m 4 + v 4 in fp32 (ZeRO paper, table 1)."""
+ADAM = OptimizerMemory(state_bytes=8)  # m 4 + v 4 in fp32 (ZeRO paper, table 1)
 EIGHT_BIT_ADAM = OptimizerMemory(state_bytes=2 * EIGHT_BIT_BYTES)
 LION = OptimizerMemory(state_bytes=4)
 COPYING = OptimizerMemory(state_bytes=4, step_bytes=8)
@@ -71,10 +67,8 @@ OPTIMIZERS = {
     "adafactor": COPYING,  # of ZeRO's flat shards nothing can be factored
 }
 """By the name of the option `optim`, without "paged_", and by a DeepSpeed JSON's `optimizer.type` in small letters."""
-DEFAULT_OPTIMIZER = "adamw_torch_fused"
-"""transformers' default."""
-PLANNED_AS = "adamw_torch"
-"""Stands in for optimizers that are not in the table; the plan notes it."""
+DEFAULT_OPTIMIZER = "adamw_torch_fused"  # transformers' default
+PLANNED_AS = "adamw_torch"  # stands in for optimizers that are not in the table; the plan notes it
 
 
 def optimizer_name(deepspeed_config: dict[str, Any], optim: str | None) -> str:
@@ -84,11 +78,7 @@ def optimizer_name(deepspeed_config: dict[str, Any], optim: str | None) -> str:
 
 
 def optimizer_memory(deepspeed_config: dict[str, Any], optim: str | None, *, weight_bytes: int) -> OptimizerMemory:
-    """Look up an optimizer's memory, with the changes that the DeepSpeed configuration makes.
-
-    Args:
-        weight_bytes: of one weight in the computation's type.
-    """
+    """Look up an optimizer's memory, as the DeepSpeed configuration changes it. `weight_bytes`: of one weight."""
     name = optimizer_name(deepspeed_config, optim)
     memory = OPTIMIZERS.get(name, OPTIMIZERS[PLANNED_AS])
     has_own_types = "bit" in name or name == "adafactor"  # also with bfloat16 master weights
@@ -112,13 +102,10 @@ not allocated by torch.
 
 @dataclass(frozen=True)
 class Term:
-    """Memory of one kind."""
-
     name: str
     num_bytes: int
     """On one GPU (or one CPU rank) for `device`; on one node, all its ranks together, for `host`."""
-    formula: str
-    """For `dsft plan --explain`."""
+    formula: str  # for `dsft plan --explain`
     phase: Phase = "always"
     place: Literal["device", "host"] = "device"
 
@@ -129,7 +116,8 @@ def peak_bytes(terms: Iterable[Term], place: str) -> int:
     for term in terms:
         if term.place == place:
             sums[term.phase] += term.num_bytes
-    return sums["always"] + sums["gradients"] + sums["outside"] + max(sums["compute"], sums["step"], sums["between"])
+    one_at_a_time = max(sums["compute"], sums["step"], sums["between"])
+    return sums["always"] + sums["gradients"] + sums["outside"] + one_at_a_time
 
 
 def pinned_bytes(num_bytes: float) -> int:
@@ -146,36 +134,28 @@ class Job:
 
     size: "ModelSize"
     model_config: "PreTrainedConfig"
-    dtype: str = "bfloat16"
-    """Of the computation. bfloat16 and float16 have fp32 master weights."""
+    dtype: str = "bfloat16"  # of the computation. bfloat16 and float16 have fp32 master weights
     seq_len: int = 1024
     attention: "Attention" = "flash"
     adapters: "PeftConfig | None" = None
-    trainable: tuple[str, ...] = ()
-    """Patterns of trained parameters."""
+    trainable: tuple[str, ...] = ()  # patterns of trained parameters
     frozen: tuple[str, ...] = ()
-    optimizer: str = DEFAULT_OPTIMIZER
-    """As transformers names it (the option `optim`)."""
+    optimizer: str = DEFAULT_OPTIMIZER  # as transformers names it (the option `optim`)
     micro_batch: int | None = None
     """Sequences of one forward on one rank; None lets the plan choose."""
     accumulation: int | None = None
-    sequences_per_step: int | None = None
-    """Sequences of one optimizer step over all ranks."""
-    sequence_parallel: int = 1
-    """Ranks that share each micro batch."""
-    checkpointing: bool | None = None
-    """As the user set it; None lets the plan decide."""
+    sequences_per_step: int | None = None  # sequences of one optimizer step over all ranks
+    sequence_parallel: int = 1  # ranks that share each micro batch
+    checkpointing: bool | None = None  # as the user set it; None lets the plan decide
     checkpoint_every: int | None = None
     """With checkpointing, every n-th layer is recomputed; None for all, or for the plan to choose."""
     checkpoint_offload: bool = False
     """With checkpointing, whether its saved inputs are in pinned host memory."""
     liger: bool = False
-    tiled_loss: bool = False
-    """Whether logits exist for some tokens at a time only."""
+    tiled_loss: bool = False  # whether logits exist for some tokens at a time only
     fp32_accumulation: bool | None = None
     """Whether gradients are accumulated in fp32; None lets the plan decide."""
-    bf16_states: bool = False
-    """Whether master weights, gradients and moments are bfloat16."""
+    bf16_states: bool = False  # whether master weights, gradients and moments are bfloat16
     samples: bool = False
     """Whether samples are generated at evaluations: under ZeRO-3 every rank then gathers all weights."""
 
@@ -209,19 +189,15 @@ _measured: dict[tuple, "Activations"] = {}
 
 # ---- the DeepSpeed configuration
 
-FP32 = ("fp32", "float32")
-"""As a DeepSpeed JSON names the type."""
+FP32 = ("fp32", "float32")  # as a DeepSpeed JSON names the type
 
 
 def sums_in_fp32(deepspeed_config: dict[str, Any]) -> bool:
-    """Whether gradients are accumulated in fp32."""
     return get_value(deepspeed_config, "data_types.grad_accum_dtype") in FP32
 
 
 def resolve_auto(zero_section: dict[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Read the section zero_optimization as DeepSpeed does: "auto" is filled from the hidden size as in transformers
-    (integrations/deepspeed.py), missing entries have defaults.
-    """
+    """Read the section as DeepSpeed does; "auto" is filled in as by transformers (integrations/deepspeed.py)."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds
 
     filled = {
@@ -246,21 +222,29 @@ class ZeroLayout:
         self.machine = machine
         self.accumulation = accumulation
         self.zero = zero = resolve_auto(deepspeed_config.get("zero_optimization", {}), size.hidden_size)
-        self.stage: int = zero["stage"]
+        self.stage = zero["stage"]
         self.optimizer = optimizer_memory(deepspeed_config, job.optimizer, weight_bytes=job.weight_bytes)
-        self.optimizer_device: str = (zero["offload_optimizer"] or {}).get("device", "none")
-        self.param_device: str = (zero["offload_param"] or {}).get("device", "none") if self.stage == 3 else "none"
-        # The quantised format of the base, if its weights stay packed.
-        is_packed = size.quantization and not size.quantization.is_unpacked
-        self.packed = size.quantization if is_packed else None
+        self.optimizer_device = get_value(zero, "offload_optimizer.device") or "none"
+        self.param_device = "none"
+        self.hpz_ranks = 0
+        if self.stage == 3:
+            self.param_device = get_value(zero, "offload_param.device") or "none"
+            if zero["zero_hpz_partition_size"] > 1:
+                self.hpz_ranks = min(zero["zero_hpz_partition_size"], machine.world_size)
+        self.packed = size.quantization  # the format of the base, if its weights stay packed
+        if self.packed and self.packed.is_unpacked:
+            self.packed = None
         self.weight_bytes = job.weight_bytes
         self.sum_bytes = 4 if sums_in_fp32(deepspeed_config) and self.stage >= 2 else self.weight_bytes
         self.sent_bytes = 4 if get_value(deepspeed_config, "communication_data_type") in FP32 else self.weight_bytes
         self.num_frozen = size.num_params - size.num_trainable
         self.share = math.ceil(size.num_trainable / (machine.world_size if self.stage else 1))
         self.largest_trained = max((numel for numel, _ in size.trainable_numels), default=0)
-        hpz_ranks = zero["zero_hpz_partition_size"] if self.stage == 3 else 0
-        self.hpz_ranks = min(hpz_ranks, machine.world_size) if hpz_ranks > 1 else 0
+        # Temporary bytes of an updated parameter: its gradient in the master's type (if that differs, also flat in its
+        # own type), and the optimizer's copies.
+        self.update_bytes = self.optimizer.master_bytes + self.optimizer.step_bytes
+        if self.sum_bytes != self.optimizer.master_bytes:
+            self.update_bytes += self.sum_bytes
 
     @property
     def frozen_bytes(self) -> int:
@@ -301,11 +285,7 @@ CPU_PROCESS_BYTES = int(0.65 * GB)
 
 
 def training_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term]:
-    """List the terms of a training.
-
-    Args:
-        every: every n-th layer is recomputed; 0 is none.
-    """
+    """List the terms of a training in which every n-th layer (`every`) is recomputed; 0 is none."""
     activations = activation_terms(layout, batch, every=every)
     states = device_state_terms(layout)
     if layout.stage < 3 and layout.accumulation == 1 and layout.sum_bytes == layout.weight_bytes:
@@ -414,26 +394,25 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
     trained = layout.size.num_trainable
     share = layout.share
     largest = layout.largest_trained
-    optimizer = layout.optimizer
     offloads = layout.optimizer_device != "none"
     accumulates = layout.accumulation > 1
     bucket = layout.zero["reduce_bucket_size"]
     overlaps = layout.zero["overlap_comm"]
     # Parameters that cross the border of a rank's share are kept in full.
     of_share = item * min(trained, share + largest)
-    in_masters_type = (0 if optimizer.master_bytes == item else item) + optimizer.master_bytes
     if layout.sum_bytes > item:
         gradients = 4 * share
-        step = optimizer.step_bytes * share
+        step = layout.optimizer.step_bytes * share
     else:
         gradients = of_share * (2 if layout.stage == 2 and accumulates else 1)
         if layout.stage == 1 and (accumulates or not overlaps):
             gradients = item * trained
         elif offloads:
             gradients = 0  # copied to host memory at once
-        step = max(0, of_share + (in_masters_type + optimizer.step_bytes) * share - gradients)
+        step = max(0, of_share + layout.update_bytes * share - gradients)
     copied = max(min(trained, bucket), min(largest, bucket + share))
-    buckets = item * bucket * (2 if overlaps else 1) + layout.sent_bytes * copied
+    num_buckets = 2 if overlaps else 1
+    buckets = item * bucket * num_buckets + layout.sent_bytes * copied
     terms = [
         Term("gradients", gradients, "of this rank's share, or of all until they are reduced", "gradients"),
         Term("reduce buckets", buckets, "buckets and a copy", "compute"),
@@ -450,7 +429,6 @@ def _stage_3(layout: ZeroLayout) -> list[Term]:
     item = layout.weight_bytes
     size = layout.size
     ranks = layout.machine.world_size
-    optimizer = layout.optimizer
     zero = layout.zero
     keeps_weights = layout.param_device == "none"
     bucket = zero["reduce_bucket_size"] if zero["contiguous_gradients"] and size.num_trainable else 0
@@ -458,11 +436,7 @@ def _stage_3(layout: ZeroLayout) -> list[Term]:
     if keeps_weights:
         terms.append(Term("weights", item * size.num_params // ranks, "all / ranks"))
     if layout.optimizer_device == "none":
-        in_masters_type = (
-            0 if optimizer.master_bytes == layout.sum_bytes else layout.sum_bytes
-        ) + optimizer.master_bytes
-        sub_group = min(layout.share, zero["sub_group_size"])
-        step = (in_masters_type + optimizer.step_bytes) * sub_group
+        step = layout.update_bytes * min(layout.share, zero["sub_group_size"])
         terms += [
             Term("gradient partition", layout.sum_bytes * layout.share, "trained / ranks"),
             Term("optimizer step", step, "gradients of a sub-group flat and in the master's type", "step"),
@@ -498,8 +472,8 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
     item = layout.weight_bytes
     share = layout.share
     masters = optimizer.master_bytes * share
-    offload = layout.zero["offload_optimizer"] or {}
-    pinned = pinned_bytes if offload.get("pin_memory") and machine.has_gpu else int
+    is_pinned = machine.has_gpu and get_value(layout.zero, "offload_optimizer.pin_memory")
+    pinned = pinned_bytes if is_pinned else int
 
     def on_node(name: str, num_bytes: float, formula: str) -> Term:
         return Term(name, int(machine.ranks_per_node * num_bytes), f"ranks x {formula}", "always", "host")
@@ -508,25 +482,27 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
     if machine.measured and not machine.has_gpu:
         process = own_process_bytes()
     terms = [on_node("processes", process, "Python, torch, DeepSpeed")]
-    if layout.optimizer_device == "cpu" and layout.stage < 3:
-        # Moments; pinned: master weights, their gradients, and a copy of the updated weights (stage_1_and_2.py).
-        num_bytes = optimizer.state_bytes * share + 2 * pinned(masters) + pinned(item * share)
-        if layout.accumulation > 1 and layout.stage == 2 and layout.sum_bytes == item:
-            num_bytes += 1.4 * item * share  # accumulated gradients, pinned one by one
-        terms.append(on_node("optimizer", num_bytes, "(moments, master, its gradients, weights) / all ranks"))
-    if layout.optimizer_device == "cpu" and layout.stage == 3:
-        # Gradients in the master's type are pinned per sub-group, those in the weights' type at once (stage3.py).
-        groups = max(1, share // max(1, layout.zero["sub_group_size"]))
-        num_bytes = optimizer.checkpoint_bytes * share + groups * pinned(masters / groups)
-        num_bytes += pinned(layout.sum_bytes * share)
-        terms.append(on_node("optimizer", num_bytes, "(moments, master, gradients in two types) / all ranks"))
+    if layout.optimizer_device == "cpu":
+        num_bytes = optimizer.state_bytes * share
+        if layout.stage < 3:
+            # Pinned: master weights, their gradients, and a copy of the updated weights (stage_1_and_2.py).
+            num_bytes += 2 * pinned(masters) + pinned(item * share)
+            if layout.accumulation > 1 and layout.stage == 2 and layout.sum_bytes == item:
+                num_bytes += 1.4 * item * share  # accumulated gradients, pinned one by one
+        else:
+            # Gradients in the master's type are pinned per sub-group, those in the weights' type at once (stage3.py).
+            groups = max(1, share // max(1, layout.zero["sub_group_size"]))
+            num_bytes += masters + groups * pinned(masters / groups) + pinned(layout.sum_bytes * share)
+        terms.append(on_node("optimizer", num_bytes, "(moments, master, gradients, weights) / all ranks"))
     if layout.param_device == "cpu":
-        num_bytes = item * (share + layout.num_frozen / machine.world_size)
+        trained = item * share
+        frozen = item * layout.num_frozen / machine.world_size
         if machine.has_gpu:
             # Trained shards move to one flat pinned buffer; the allocator keeps their earlier memory.
             kept = 1.4 if layout.zero["offload_param"]["pin_memory"] else 0.0
-            frozen = max(1.0, kept) * item * layout.num_frozen / machine.world_size
-            num_bytes = pinned_bytes(item * share) + kept * item * share + frozen
+            frozen *= max(1.0, kept)
+            trained = pinned_bytes(trained) + kept * trained
+        num_bytes = trained + frozen
         terms.append(on_node("weights", num_bytes, "shards, pinned, and what was pinned before"))
     if machine.has_gpu:
         saved = item * layout.size.num_trainable

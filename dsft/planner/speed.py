@@ -32,25 +32,17 @@ if TYPE_CHECKING:  # they import transformers, which the ranks of a smoke test w
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """One kind of GPU."""
-
-    memory_gb: int
-    """GB, as in the data sheet and the name."""
-    usable_gib: float
-    """The total that torch reports: without the share of driver and ECC."""
-    tflops: float
-    """Dense bf16 (fp16 without bf16) matrix products by the data sheet."""
+    memory_gb: int  # GB, as in the data sheet and the name
+    usable_gib: float  # the total that torch reports: without the share of driver and ECC
+    tflops: float  # dense bf16 (fp16 without bf16) matrix products by the data sheet
     utilisation: float | None = None
     """Share of that rate that wide products reach, fitted to published steps of its generation; None without any."""
-    narrow: int = 600
-    """Width at which products reach half the rate of wide ones."""
-    memory_gbps: float
-    """GB/s of its own memory."""
+    narrow: int = 600  # width at which products reach half the rate of wide ones
+    memory_gbps: float  # GB/s of its own memory
     nvlink_gbps: float
     """GB/s to the other GPUs of the node, one direction; 0 without NVLink between all."""
     pcie_gen: int
-    has_bf16: bool = True
-    """Whether it computes in bfloat16; Volta and Turing do not."""
+    has_bf16: bool = True  # whether it computes in bfloat16; Volta and Turing do not
     pattern: str = ""
     """Regular expression of its name, as a driver or a user writes it; by default the key of CARDS."""
 
@@ -68,20 +60,17 @@ OTHER_CARD = r"\bMIG\b|\bLAPTOP\b|\bMAX-?Q\b|[45]090[ -]D\b|H800.*PCIE"
 
 def cards_named(text: str) -> list[str]:
     """Return the keys of CARDS that a name may mean: those of the longest match, since H100 is within H100 NVL."""
+    name = text.upper()
     lengths = {}
     for key, card in CARDS.items():
-        match = re.search(rf"(?<![A-Z0-9])(?:{card.pattern or key})(?![0-9A-Z])", text.upper())
-        if match and not re.search(OTHER_CARD, text.upper()):
+        match = re.search(rf"(?<![A-Z0-9])(?:{card.pattern or key})(?![0-9A-Z])", name)
+        if match and not re.search(OTHER_CARD, name):
             lengths[key] = len(match.group())
     return [key for key, length in lengths.items() if length == max(lengths.values())]
 
 
 def choose_card(text: str) -> str:
-    """Return the key of CARDS for a name that a user wrote, such as H100.
-
-    Raises:
-        UserError: the name is unknown, or several cards have it.
-    """
+    """Return the key of CARDS for a user's name such as H100. Raises UserError if it is unknown or ambiguous."""
     names = cards_named(text)
     if not names:
         raise UserError(f"--gpus: {text} is not known (choose from {', '.join(CARDS)}, or write the memory, 80GB)")
@@ -92,10 +81,10 @@ def choose_card(text: str) -> str:
 
 def card_of(machine: Machine) -> str:
     """Return the key of CARDS for a machine's GPU: by its name, else the smallest card with its memory."""
-    named = cards_named(machine.gpu_type) if machine.gpu_type else []
-    enough = [name for name in named or CARDS if CARDS[name].usable_bytes >= 0.98 * machine.device_bytes]
+    names = cards_named(machine.gpu_type) or list(CARDS)
+    enough = [name for name in names if CARDS[name].usable_bytes >= 0.98 * machine.device_bytes]
     if not enough:
-        return max(named or CARDS, key=lambda name: CARDS[name].usable_bytes)
+        return max(names, key=lambda name: CARDS[name].usable_bytes)
     least = min(CARDS[name].usable_gib for name in enough)
     return next(name for name in enough if CARDS[name].usable_gib <= 1.005 * least)
 
@@ -104,10 +93,8 @@ def card_of(machine: Machine) -> str:
 
 ASSUMED_UTILISATION = 0.5
 LINK_EFFICIENCY = 0.8
-ASSUMED_NETWORK_GBPS = 50
-"""GB/s of a node's network if none is named: one card of 400 Gbit/s."""
-PCIE_GBPS = {3: 16, 4: 32, 5: 64}
-"""GB/s of 16 lanes in one direction, by generation (PCI-SIG)."""
+ASSUMED_NETWORK_GBPS = 50  # GB/s of a node's network if none is named: one card of 400 Gbit/s
+PCIE_GBPS = {3: 16, 4: 32, 5: 64}  # GB/s of 16 lanes in one direction, by generation (PCI-SIG)
 BRIDGE_GBPS = {3: 50, 4: 56, 5: 300}
 """GB/s of an NVLink bridge in one direction, by the generation of PCIe."""
 
@@ -116,20 +103,12 @@ BRIDGE_GBPS = {3: 50, 4: 56, 5: 300}
 class Speeds:
     """Achieved speeds, not those of data sheets, of one rank, its links and its node."""
 
-    flops: float
-    """Floating-point operations per second on one rank, in wide products."""
-    narrow: int
-    """Width at which products reach half of that."""
-    device_bytes: float
-    """Bytes per second of one rank's own memory."""
-    link_bytes: float
-    """Bytes per second of a rank's links within the node."""
-    network_bytes: float
-    """Bytes per second of a node's network."""
-    host_link_bytes: float
-    """Bytes per second between one rank's device and host memory."""
-    adam_params: float = 2e9
-    """Parameters per second of a node's CPU Adam: 1.7e9 to 3e9 are reported for nodes of 8 GPUs."""
+    flops: float  # floating-point operations per second on one rank, in wide products
+    narrow: int  # width at which products reach half of that
+    device_bytes: float  # bytes per second of one rank's own memory
+    link_bytes: float  # bytes per second of a rank's links within the node
+    network_bytes: float  # bytes per second of a node's network
+    host_link_bytes: float  # bytes per second between one rank's device and host memory
 
 
 def speeds_of(machine: Machine, *, dtype: str) -> Speeds:
@@ -184,16 +163,16 @@ def parse_interconnect(text: str, card: Card) -> tuple[float, float]:
 
 EXPERT_SHARE = 0.17
 """Share of the rate that grouped products of experts reach: Qwen3 30B A3B with transformers 5 on 8 H100."""
-ADAPTERS_COST = 1.2
-"""Factor for the small products of adapters and their sums."""
+CPU_ADAM_PARAMS = 2e9
+"""Parameters per second of a node's CPU Adam: 1.7e9 to 3e9 are reported for nodes of 8 GPUs."""
+ADAPTERS_COST = 1.2  # factor for the small products of adapters and their sums
 UNPACKED_BYTES = 11
 """Memory traffic of unpacking one quantised weight in one pass: Qwen 7B to 72B in 4 bits against plain LoRA."""
 LAUNCH_SECONDS = {"full": 5e-4, "lora": 1.6e-3, "qlora": 3.9e-3}
 """Python time to launch one pass over one layer (github.com/QwenLM/Qwen, README.md)."""
 HOOK_SECONDS = 4.5e-4
 """Python time that ZeRO-3 adds per module with weights: hooks, and the events of a fetch (the same source)."""
-OVERLAP_LOSS = 0.5
-"""Share of the shorter of compute and communication that overlap does not hide."""
+OVERLAP_LOSS = 0.5  # share of the shorter of compute and communication that overlap does not hide
 GATHER_SECONDS = 2e-4
 """Python time of a gather from other ranks: Qwen 7B on 2 and 72B on 4 A100 (the same source)."""
 
@@ -239,11 +218,7 @@ def collective_seconds(num_bytes: float, machine: Machine, speeds: Speeds, *, ra
 
 
 def step_seconds(layout: "ZeroLayout", batch: Batch, *, recomputed: float) -> float:
-    """Predict one optimizer step.
-
-    Args:
-        recomputed: the share of the layers that activation checkpointing recomputes.
-    """
+    """Predict one optimizer step. `recomputed`: the share of the layers that activation checkpointing recomputes."""
     job = layout.job
     size = layout.size
     zero = layout.zero
@@ -285,7 +260,7 @@ def step_seconds(layout: "ZeroLayout", batch: Batch, *, recomputed: float) -> fl
         if machine.has_gpu:  # gradients to the host each micro step, weights back once
             moved = (accumulation * layout.sum_bytes + layout.weight_bytes) * updated
             moving += moved / speeds.host_link_bytes
-        optimizer = updated * machine.ranks_per_node / speeds.adam_params
+        optimizer = updated * machine.ranks_per_node / CPU_ADAM_PARAMS
     if layout.param_device != "none" and machine.has_gpu:  # this rank's shard, for forward and backward
         moving += 2 * accumulation * layout.weight_bytes * size.num_params / world / speeds.host_link_bytes
     busy = max(compute, moving) + OVERLAP_LOSS * min(compute, moving)
