@@ -15,7 +15,7 @@ from rich.table import Table
 from dsft.config.options import UNQUANTISED
 from dsft.errors import UserError, raise_if_any
 from dsft.perplexity.modes import WINDOW_OPTIONS, find_mode
-from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Key, Results, frame, on_data
+from dsft.perplexity.results import DOCUMENTS, REPORTS, Evaluation, Results, on_data
 from dsft.perplexity.sums import Estimate, exp, ratio_interval, sign_test, units_of
 from dsft.runtime.console import say, show_table
 from dsft.units import one_of
@@ -33,25 +33,20 @@ class Comparison:
     base: str
     data: str
     protocol: str | None
-    group: str | None = None
-    """With group_by: the value whose documents are compared."""
+    group: str | None = None  # with group_by: the value whose documents are compared
     base_perplexity: float
     perplexity: float
-    perplexity_ratio: Estimate | None
-    """None for two tokenizers."""
-    nats_per_token: Estimate | None
-    """Difference to the base; None for two tokenizers."""
+    perplexity_ratio: Estimate | None  # None for two tokenizers
+    nats_per_token: Estimate | None  # difference to the base; None for two tokenizers
     bits_per_byte: Estimate | None
     """Difference to the base; None if the bytes of the scored text are unknown."""
     byte_perplexity_ratio: Estimate | None
-    better: int
-    """Documents with fewer nats than with the base."""
+    better: int  # documents with fewer nats than with the base
     worse: int
     same: int
     p_value: float
     """Of the two-sided sign test: probability of a split at least this uneven if both are equally likely."""
-    units: str
-    """Units of the intervals: documents, or blocks of windows."""
+    units: str  # units of the intervals: documents, or blocks of windows
     gained_most: tuple[int, ...]
     """Documents, by their index in the data from 0 as in documents.parquet, the largest gain first."""
     lost_most: tuple[int, ...]
@@ -60,15 +55,16 @@ class Comparison:
     note: str = ""
 
     def row(self) -> dict[str, str]:
-        """Return the cells of a row of the printed table."""
         data = on_data(self.data, self.protocol)
+        if self.group is not None:
+            data += f", {self.group}"
         ratio = ""
         if self.perplexity_ratio:
             ratio = f"{self.perplexity_ratio:.3f}"
         elif self.byte_perplexity_ratio:
             ratio = f"{self.byte_perplexity_ratio:.3f} per byte"
         return {
-            "data": data if self.group is None else f"{data}, {self.group}",
+            "data": data,
             "model": self.model,
             "base": f"{self.base_perplexity:,.2f}",
             "perplexity": f"{self.perplexity:,.2f}",
@@ -85,7 +81,8 @@ class Comparisons(tuple[Comparison, ...]):
     def overview(self) -> Table:
         """Return one table with a row for each comparison; below it the units of intervals, and notes."""
         rows = [each.row() for each in self]
-        lines = [f"against {self[0].base}; intervals over pairs: {one_of(dict.fromkeys(each.units for each in self))}"]
+        units = dict.fromkeys(each.units for each in self)
+        lines = [f"against {self[0].base}; intervals over pairs: {one_of(units)}"]
         lines += dict.fromkeys(f"{each.model} on {each.data}: {each.note}" for each in self if each.note)
         lines += [f"{model} {which}, document {number}: {text}" for model, which, number, text in self.examples()]
         table = Table(caption="\n".join(lines), caption_justify="left")
@@ -104,13 +101,13 @@ class Comparisons(tuple[Comparison, ...]):
         return [(each.model, *example) for each in self for example in each.examples]
 
     def __repr__(self) -> str:
-        return frame([each.row() for each in self]).to_string(index=False)
+        import pandas  # takes a second
+
+        return pandas.DataFrame([each.row() for each in self]).to_string(index=False)
 
     def to_pandas(self) -> Any:
-        """Return a pandas.DataFrame with a row for each comparison; an estimate has several columns, such as
-        bits_per_byte_value, bits_per_byte_low and bits_per_byte_high.
-        """
-        import pandas  # takes a second
+        """Return a pandas.DataFrame, a row for each comparison; an estimate has columns such as bits_per_byte_low"""
+        import pandas
 
         return pandas.json_normalize([asdict(each) for each in self], sep="_")
 
@@ -142,9 +139,9 @@ def compare_results(
     Raises:
         UserError: if there is no such base, a model has no result on the base's texts, or results cannot be compared.
     """
-    of_model: dict[str, list[Evaluation]] = {}
+    of_model = defaultdict(list)
     for evaluation in told_apart(evaluations):
-        of_model.setdefault(evaluation.model, []).append(evaluation)
+        of_model[evaluation.model].append(evaluation)
     base = _find_base(base, list(of_model))
     references = of_model.pop(base)
     if not of_model:
@@ -177,12 +174,13 @@ def compare_results(
                 continue
             labels_D = reference.document_groups[group_by]  # the other may have been evaluated without this grouping
             for label in dict.fromkeys(labels_D):
-                before, after = (
-                    replace(each, perplexity=each.perplexity.of_documents(labels_D == label))
-                    for each in (reference, other)
-                )
-                if before.perplexity.tokens and after.perplexity.tokens:
-                    comparisons.append(replace(compare_pair(before, after), group=label))
+                pair = []
+                for each in (reference, other):
+                    result = each.perplexity.of_documents(labels_D == label)
+                    if result.tokens:
+                        pair.append(replace(each, perplexity=result))
+                if len(pair) == 2:
+                    comparisons.append(replace(compare_pair(*pair), group=label))
     raise_if_any(problems)
     return Comparisons(comparisons)
 
@@ -199,7 +197,7 @@ def _find_base(base: str | None, models: list[str]) -> str:
 
 def told_apart(evaluations: list[Evaluation]) -> list[Evaluation]:
     """Drop copies of a result, and return results of one model in two dtypes or attentions under different names."""
-    by_key: dict[Key, dict[tuple, Evaluation]] = defaultdict(dict)
+    by_key = defaultdict(dict)
     for each in evaluations:
         values = [each.options.get(name) for name in COMPUTED_BY]
         settings = [str(value) for value in values if value not in (None, UNQUANTISED)]
@@ -225,7 +223,8 @@ def refusal(base: Evaluation, other: Evaluation) -> str:
         values = ", ".join(values) or "by another dsft"
         return f"{names} were scored in other windows ({values}); evaluate both with the same options"
     is_scored_D = (base.perplexity.document_tokens > 0) & (other.perplexity.document_tokens > 0)
-    base_D, other_D = (each.perplexity.document_bytes[is_scored_D] for each in (base, other))
+    base_D = base.perplexity.document_bytes[is_scored_D]
+    other_D = other.perplexity.document_bytes[is_scored_D]
     if not base_D.any() or not other_D.any():
         return f"{names} have other tokens, and the bytes of the scored text are not known; use another mode"
     if find_mode(base.mode).is_text or np.array_equal(base_D, other_D):  # texts are scored whole, except first tokens
@@ -280,7 +279,8 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
     examples = []
     for which, documents in (("gained most", gained_most), ("lost most", lost_most)):
         if documents and base.document_texts:
-            examples.append((which, documents[0], " ".join(base.document_texts[documents[0]].split())))
+            words = base.document_texts[documents[0]].split()
+            examples.append((which, documents[0], " ".join(words)))
     return Comparison(
         model=other.model,
         base=base.model,

@@ -41,8 +41,6 @@ BESIDE_CONTENT = {"reasoning_content", "tool_calls", "weight"}  # other keys of 
 
 @dataclass(frozen=True, kw_only=True)
 class Documents(Preparation):
-    """Prepares a document for each row."""
-
     max_documents: int | None = None  # number of rows to read; None for all
     version: int = 10  # of the stored data; part of the fingerprint, like all fields
 
@@ -64,7 +62,8 @@ class Texts(Documents):
         bos = tokenizer.bos_token_id
         eos = tokenizer.eos_token_id
         start = [bos] if self.bos == "on" else []
-        if self.prefix == "always" or (self.prefix and not start and not (special and opens_texts(tokenizer))):
+        has_bos = start or (special and opens_texts(tokenizer))
+        if self.prefix == "always" or (self.prefix and not has_bos):
             if bos is None and eos is None:
                 raise UserError(
                     f"the tokenizer {tokenizer.name_or_path} has neither a BOS nor an EOS token, one of which this mode"
@@ -76,7 +75,9 @@ class Texts(Documents):
         texts = [sample.text if sample else "" for sample in builder.samples]
         joined = texts
         if self.separator not in ("eos", "none"):
-            joined = [self.separator * (batch.first + index > 0) + text for index, text in enumerate(texts)]
+            joined = [self.separator + text for text in texts]
+            if batch.first == 0:
+                joined[:1] = texts[:1]
         encoded = encode(tokenizer, joined, special=special)
         for _, text in zip(builder.rows(), joined, strict=True):
             ids = [*start, *next(encoded)]
@@ -129,11 +130,7 @@ class Answers(Documents):
 
 
 def _text_in_data(sample: Sample, trained: np.ndarray, rules: FormatRules) -> str | None:
-    """Return the text of a row's answers if exactly this text is scored; None if more or less is.
-
-    Args:
-        trained: [T], of the row's tokens.
-    """
+    """Return the text of a row's answers if exactly this text is scored (`trained`: [T]), else None."""
     if not trained.any() or rules.train_on == "all":
         return None
     if isinstance(sample, Pair):
@@ -157,11 +154,13 @@ def _with_sizes(texts: list[str], samples: list[Sample], tokens: Tokens) -> Toke
         content = [type(sample).__name__, vars(sample) if sample else {}]
         encoded = json.dumps(content, sort_keys=True, default=str).encode()
         hashes.append(int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest()))
+    num_bytes = [len(text.encode()) for text in texts]
+    # Words as in lm-evaluation-harness (lm_eval/tasks/wikitext/preprocess_wikitext.py).
+    num_words = [len(re.split(r"\s+", text)) for text in texts]
     documents = {
         "document_hashes": np.array(hashes, np.uint64),
-        "document_bytes": np.array([len(text.encode()) for text in texts], np.int64),
-        # Words as in lm-evaluation-harness (lm_eval/tasks/wikitext/preprocess_wikitext.py).
-        "document_words": np.array([len(re.split(r"\s+", text)) for text in texts], np.int64),
+        "document_bytes": np.array(num_bytes, np.int64),
+        "document_words": np.array(num_words, np.int64),
     }
     return replace(tokens, documents=documents)
 

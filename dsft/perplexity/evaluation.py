@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +55,6 @@ SCORING = 18  # version: raised by changes of the code that change nats or the s
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # packages whose versions can change nats
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """One data set for one model."""
-
-    config: EvalConfig
-    windows: Windows
-    about: dict[str, Any]
-    """Fields of its Evaluation that are known before scoring."""
-
-
 def evaluate_models(
     config: EvalConfig,
     candidates: list[Candidate],
@@ -82,11 +72,11 @@ def evaluate_models(
         TrainingStopped: if a loss is NaN or infinite.
     """
     others = [reference] if reference else []
-    scored = {each.config.model: each for each in [*candidates, *others]}
-    # The last check: it downloads weights from the hub.
-    distributed.raise_together(
-        [line for each in scored.values() for line in check_weights(each.config, each.facts, local=False)]
-    )
+    scored = {each.config.model: each for each in (*candidates, *others)}
+    problems = []
+    for each in scored.values():  # the last check: it downloads weights from the hub
+        problems += check_weights(each.config, each.facts, local=False)
+    distributed.raise_together(problems)
     machine = distributed.smallest_machine()
     dtype = resolve_dtype(config.dtype)
     results = Results(Path(config.output_dir)) if config.output_dir else None
@@ -95,21 +85,27 @@ def evaluate_models(
         reset_peaks()  # peaks are per model
         jobs = _jobs(candidate, reference, data_sets, dtype, progress=progress)
         facts = {f"content of {config.zero}": read_zero_file(config.zero, [])}
-        for job in jobs:
-            facts[f"tokens of {on_data(job.about['data'], job.about['protocol'])}"] = job.about["fingerprint"]
-            facts[f"files of {job.config.model}"] = job.about["model_hash"]
+        for _, about in jobs:
+            facts[f"tokens of {on_data(about['data'], about['protocol'])}"] = about["fingerprint"]
+            facts[f"files of {candidate.config.model}"] = about["model_hash"]
         require_agreement({SAME_FILES: facts})
-        cached = [results and results.find(job.about) for job in jobs]
+        cached = [results and results.find(about) for _, about in jobs]
         with _out_of_memory_explained(candidate.config), contextlib.ExitStack() as stack:
             if not all(cached):
                 for each in (candidate, *others):
                     for model in with_bases(each.config.model):
                         verify_once(model)
                 models, zero = _load([candidate, *others], machine, dtype, stack)
-            for job, evaluation in zip(jobs, cached, strict=True):
+            for (windows, about), evaluation in zip(jobs, cached, strict=True):
                 recorder = None
                 if evaluation is None:
-                    evaluation, recorder = _evaluate_job(models, zero, candidate, job, machine, progress=progress)
+                    about |= {"zero": zero[0], "machine": str(machine)}
+                    options = {
+                        "pad_token_id": candidate.tokenizer.pad_token_id,
+                        "device": distributed.device(),
+                        "collective_forward": set(zero) != {"0"},
+                    }
+                    evaluation, recorder = _evaluate_job(models, windows, about, config, options, progress=progress)
                 if results:
                     results.add(evaluation)
                 if recorder:  # the partial results are not needed after the result is written
@@ -128,25 +124,24 @@ def _load(
     for each, name in zip(candidates, zero, strict=True):
         stage = 0 if name == "0" else 3
         raise_if_any(check_sharding(each.facts.size, stage=stage, model=each.config.model))
-    models: list[nn.Module] = [None] * share
+    models = [None] * share
     # Sharded models last: while one is loaded, transformers would also shard every other one.
     for place in sorted(range(share), key=lambda place: zero[place] != "0"):
         each = candidates[place]
-        models[place] = stack.enter_context(loaded_for_scoring(each.config, zero[place], dtype, each.facts.size))
+        loading = loaded_for_scoring(each.config, zero[place], dtype, each.facts.size)
+        models[place] = stack.enter_context(loading)
     return models, zero
 
 
 def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
-    """Return the option `zero`, for auto the planner's choice: a copy per rank if it fits, else shards. Raises
-    UserError if nothing fits.
-    """
+    """Return the option `zero`; for auto a copy per rank if it fits, else shards. Raises UserError if nothing fits."""
     if candidate.config.zero != "auto":
         return candidate.config.zero
     plan = plan_evaluation(
         candidate.facts,
         machine,
         dtype=dtype,
-        seq_len=_window_length(candidate),
+        seq_len=protocol_config(candidate.config, candidate.facts.size.max_positions).seq_len,
         batch_tokens=candidate.config.batch_tokens,
     )
     if plan.fits:
@@ -165,8 +160,8 @@ def _jobs(
     dtype: str,
     *,
     progress: bool,
-) -> list[_Job]:
-    """Prepare every data set. Collective."""
+) -> list[tuple[Windows, dict[str, Any]]]:
+    """Prepare every data set: its windows, and the fields of its Evaluation known before scoring. Collective."""
     facts = candidate.facts
     config = protocol_config(candidate.config, facts.size.max_positions)
     configs = [each.config for each in (candidate, reference) if each]
@@ -179,7 +174,13 @@ def _jobs(
         windows = build_windows(data, config, candidate.tokenizer, show_progress=progress)
         for ids in (windows.tokens, [windows.first_token or 0]):
             check_ids(ids, candidate.tokenizer, facts.size.vocab_size)
-        groups = {column: group_documents(column, data, config, windows) for column in config.group_by}
+        groups = {}
+        hashes = windows.hashes()
+        decisive = dict(hashes)
+        for column in config.group_by:
+            groups[column] = group_documents(column, data, config, windows)
+            labels = json.dumps(groups[column].tolist())
+            decisive[f"groups by {column}"] = hashlib.sha256(labels.encode()).hexdigest()
         distributed.wait_long("prepared")  # nodes with separate caches may take different times
         options = {name: getattr(config, name) for name in ("protocol", "seq_len", *WINDOW_OPTIONS, *OTHER_OPTIONS)}
         options |= {
@@ -188,12 +189,6 @@ def _jobs(
             "batch_tokens": tokens_at_once(config.batch_tokens, config.seq_len, has_gpu=has_gpu()),
             "quantization": quantization,
         }
-        hashes = windows.hashes()
-        decisive = dict(hashes)
-        for column, labels_D in groups.items():
-            decisive[f"groups by {column}"] = hashlib.sha256(json.dumps(labels_D.tolist()).encode()).hexdigest()
-        job_fingerprint = fingerprint(identities, decisive, options, installed)
-        tokens = str(Path(config.output_dir) / TOKENS / job_fingerprint[:16]) if config.save_tokens else None
         about = {
             "model": candidate.name,
             "data": source,
@@ -208,37 +203,39 @@ def _jobs(
             "document_texts": candidate.tokenizer.batch_decode(
                 windows.excerpts(SHOWN_TOKENS), skip_special_tokens=True
             ),
-            "fingerprint": job_fingerprint,
-            "tokens_folder": tokens,
+            "fingerprint": fingerprint(identities, decisive, options, installed),
+            "tokens_folder": None,
             "versions": installed,
         }
-        jobs.append(_Job(config=config, windows=windows, about=about))
+        if config.save_tokens:
+            about["tokens_folder"] = str(Path(config.output_dir) / TOKENS / about["fingerprint"][:16])
+        jobs.append((windows, about))
     return jobs
 
 
 def _evaluate_job(
-    models: list[nn.Module], zero: list[str], candidate: Candidate, job: _Job, machine: Machine, *, progress: bool
+    models: list[nn.Module],
+    windows: Windows,
+    about: dict[str, Any],
+    config: EvalConfig,
+    options: dict[str, Any],
+    *,
+    progress: bool,
 ) -> tuple[Evaluation, Recorder]:
-    """Score a data set, or the rest of it after an interrupted evaluation. Collective."""
-    config = job.config
+    """Score a data set, or its rest after an interruption. Collective. `options`: for `evaluate_windows`."""
     partial = tokens = None
-    if job.about["tokens_folder"]:
-        tokens = Path(job.about["tokens_folder"])
+    if about["tokens_folder"]:
+        tokens = Path(about["tokens_folder"])
     elif config.output_dir:
-        partial = Path(config.output_dir) / "partial" / job.about["fingerprint"][:32]
-    recorder = Recorder(job.windows, partial=partial, tokens=tokens)
-    options = {
-        "pad_token_id": candidate.tokenizer.pad_token_id,
-        "device": distributed.device(),
-        "collective_forward": set(zero) != {"0"},
-    }
+        partial = Path(config.output_dir) / "partial" / about["fingerprint"][:32]
+    recorder = Recorder(windows, partial=partial, tokens=tokens)
     difference = None
     with watchdog.phase("evaluating"):
         start = time.perf_counter()
         result = evaluate_windows(
             models[0],
-            job.windows,
-            batch_tokens=job.about["options"]["batch_tokens"],
+            windows,
+            batch_tokens=about["options"]["batch_tokens"],
             reference=models[1] if len(models) > 1 else None,
             recorder=recorder,
             progress=progress and distributed.rank() == 0,
@@ -246,25 +243,22 @@ def _evaluate_job(
         )
         seconds = time.perf_counter() - start
         if config.verify:
-            difference = verify(models[0], job.windows, result, config.verify, seed=config.seed, **options)
+            difference = verify(models[0], windows, result, config.verify, seed=config.seed, **options)
+    peaks = {name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()}
     evaluation = Evaluation(
-        **job.about,
+        **about,
         perplexity=result,
-        zero=zero[0],
         ranks=distributed.world_size(),
-        machine=str(machine),
         seconds=seconds,
         verified_difference=difference,
-        peak_memory_bytes={name: int(distributed.max_over_ranks(value)) for name, value in peak_memory_bytes().items()},
+        peak_memory_bytes=peaks,
     )
     return evaluation, recorder
 
 
 def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, *, seed: int, **options: Any) -> float:
-    """Score `number` random documents again, each window alone with full logits, and compare their nats. Collective.
-    Args: `options`: for `evaluate_windows`.
-
-    Returns the largest relative difference.
+    """Score `number` random documents again, each window alone with full logits, and return the largest relative
+    difference of their nats. Collective. `options`: for `evaluate_windows`.
     """
     scored = np.flatnonzero(result.document_tokens).tolist()
     chosen = random.Random(seed).sample(scored, min(number, len(scored)))
@@ -274,8 +268,9 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
         wanted_W |= (scored_from < windows.document_ends[document]) & (ends > windows.document_starts[document])
     windows = replace(windows, spans=windows.spans[wanted_W], weights=None)
     plain = evaluate_windows(model, windows, batch_tokens=1, in_parts=False, **options)
-    differences = np.abs(result.document_nats - plain.document_nats) / np.maximum(np.abs(plain.document_nats), 1e-12)
-    return float(differences[chosen].max())
+    expected = plain.document_nats[chosen]
+    differences = np.abs(result.document_nats[chosen] - expected)
+    return float((differences / np.maximum(np.abs(expected), 1e-12)).max())
 
 
 def fingerprint(
@@ -285,22 +280,18 @@ def fingerprint(
     `models`: `model_identity` of the model and of a reference; `windows`: their `hashes()`, and those of the document
     groups; `installed`: versions.
     """
-    device = torch.cuda.get_device_name() if has_gpu() else f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    device = f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    if has_gpu():
+        device = torch.cuda.get_device_name()
     libraries = {name: version for name, version in installed.items() if name in (*LIBRARIES, *PACKAGES)}
     everywhere = sorted(set(distributed.from_all([json.dumps([models, device, libraries])])))
     content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _window_length(candidate: Candidate) -> int:
-    return protocol_config(candidate.config, candidate.facts.size.max_positions).seq_len
-
-
 @contextlib.contextmanager
 def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | None = None) -> Iterator[PreTrainedModel]:
-    """Load the model of `config` in evaluation mode; on exit its memory is freed for the next one. `size`: of a sharded
-    or quantised model.
-    """
+    """Load the model of `config` to evaluate it, with its `size` if sharded or quantised; on exit free its memory."""
     quantization = size.quantization if size else None
 
     def free_memory() -> None:

@@ -47,8 +47,7 @@ class Windows:
     mode: str = "training"
     truncated_documents: int = 0  # answers truncated to seq_len; tokens beyond are not scored
     first_token: int | None = None  # fed in place of the first token of every window
-    tokens_hash: str = ""
-    """Of all tokens, from the store."""
+    tokens_hash: str = ""  # of all tokens, from the store
     weights: np.ndarray | None = None
     """[W] float64: a protocol's weight for the tokens of each window; None for equal weights."""
 
@@ -144,12 +143,11 @@ def cut(store: "Store", spans_of: Callable[[int, int], Spans], *, each_document:
     if each_document:
         texts = pairwise(chain([0], map(int, store.ends)))
     spans = chain.from_iterable(spans_of(start, end) for start, end in texts)
-    spans = chain.from_iterable(spans)
     return Windows(
         tokens=store.tokens,
         scorable=store.trained,
         document_ends=store.row_ends,
-        spans=np.fromiter(spans, dtype=np.int64).reshape(-1, 3),
+        spans=np.fromiter(spans, dtype=(np.int64, 3)),
         **store.documents,
         tokens_hash=store.facts["tokens_hash"],
         truncated_documents=store.counts["truncated"],
@@ -276,8 +274,7 @@ def _hf(config: EvalConfig, prepare: Prepare) -> Windows:
 @dataclass(frozen=True, kw_only=True)
 class Mode:
     windows: Callable[[EvalConfig, Prepare], Windows]
-    is_text: bool = True
-    """Whether it is for texts, else for prompts with completions and chats."""
+    is_text: bool = True  # whether it is for texts, else for prompts with completions and chats
     bos_replaces_first: bool = False
     """Whether BOS replaces the first input token of every window, if the tokenizer adds one to a text."""
     seq_len: int | None = None
@@ -303,13 +300,12 @@ WINDOW_OPTIONS = ("bos", "separator", "stride", "scope", "too_long")
 
 
 def find_mode(name: str) -> Mode:
-    """Return the mode or protocol of this name."""
-    return MODES.get(name) or PROTOCOLS[name]
+    return (MODES | PROTOCOLS)[name]
 
 
 def mode_problems(config: EvalConfig) -> list[str]:
     """List options that the mode or protocol does not read, although they would change the perplexity."""
-    unread: list[str] = []
+    unread = []
     reader = f"mode={config.mode}"
     if config.protocol:
         reader = f"protocol={config.protocol}"
@@ -326,9 +322,7 @@ def mode_problems(config: EvalConfig) -> list[str]:
 
 
 def protocol_config(config: EvalConfig, positions: int | None) -> EvalConfig:
-    """Return the options with the window length of their protocol. Args: `positions`: of the model; None if there is no
-    limit.
-    """
+    """Return the options with their protocol's window length. `positions`: of the model; None if unlimited."""
     if not config.protocol or config.has_seq_len:
         return config
     length = PROTOCOLS[config.protocol].seq_len or positions or WITHOUT_POSITIONS

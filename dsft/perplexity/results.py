@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,7 @@ from dsft.perplexity.modes import Windows
 from dsft.perplexity.sums import (
     LONG_SHARE,
     Estimate,
-    Interval,
     Perplexity,
-    ResultIntervals,
     exp,
     in_words,
     ratio_interval,
@@ -55,6 +53,8 @@ RESULT_FIELDS = (
     *("byte_perplexity", "bits_per_byte", "documents", "unscored_documents", "fed_tokens"),
 )
 """Fields of a Perplexity that its report contains by the same name."""
+UNREPORTED = ("perplexity", "is_known", "document_groups", "document_texts")
+"""Fields of an Evaluation that its report leaves out, or replaces by a number."""
 Key = tuple[str, str, str]
 """Model, data and protocol (empty without one): a new result replaces an earlier one with the same key."""
 TOKEN_COLUMNS = pyarrow.schema({"document": "int64", "position": "int64", "token": "int32", "nats": "float64"})
@@ -69,29 +69,6 @@ def on_data(data: str, protocol: str | None) -> str:
     return f"{data} by {protocol}" if protocol else data
 
 
-def frame(columns: Any) -> Any:
-    """Return a pandas.DataFrame from columns, or from rows that are dictionaries."""
-    import pandas  # takes a second, and comes with datasets
-
-    return pandas.DataFrame(columns)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """The distance of a model's predictions from a reference's; means are over scored tokens."""
-
-    reference: str
-    reference_perplexity: float
-    kl: float
-    """Mean KL(reference || model) in nats."""
-    reverse_kl: float
-    """Mean KL(model || reference) in nats."""
-    same_top: float
-    """Share of the tokens for which both have the same top prediction."""
-    intervals: dict[str, Interval] = field(compare=False)  # may be NaN
-    """The 95 % intervals over documents of kl, reverse_kl and same_top."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """One result and how it was computed."""
@@ -99,31 +76,23 @@ class Evaluation:
     perplexity: Perplexity
     model: str
     data: str
-    protocol: str | None
-    """The option; with it, `perplexity` in the report is that protocol's."""
+    protocol: str | None  # the option; with it, `perplexity` in the report is that protocol's
     mode: str
     options: dict[str, Any]
     """Values of seq_len, stride, scope, bos, separator, dtype, batch_tokens ..."""
     zero: str
     ranks: int
-    machine: str
-    """Of the whole job: nodes, ranks and their memory."""
-    reference: str | None
-    """The option."""
-    tokens_folder: str | None
-    """With save_tokens: their folder."""
-    truncated_documents: int
-    """Answers truncated to seq_len; tokens beyond are not scored."""
-    seconds: float
-    """Of scoring, without loading; of this run alone if it was resumed."""
+    machine: str  # of the whole job: nodes, ranks and their memory
+    reference: str | None  # the option
+    tokens_folder: str | None  # with save_tokens: their folder
+    truncated_documents: int  # answers truncated to seq_len; tokens beyond are not scored
+    seconds: float  # of scoring, without loading; of this run alone if it was resumed
     peak_memory_bytes: dict[str, int]
     """Of the rank that needed most: "host", and "gpu" if there is one."""
-    model_hash: str
-    """Of blocks of the files of the model and its base; the same for a copy."""
+    model_hash: str  # of blocks of the files of the model and its base; the same for a copy
     hashes: dict[str, str]
     """Of the "texts", their "tokens" and the "windows": results are compared if they are the same."""
-    fingerprint: str
-    """Of everything that the result depends on, see `evaluation.py`."""
+    fingerprint: str  # of everything that the result depends on, see `evaluation.py`
     versions: dict[str, str]
     verified_difference: float | None = None
     """With verify: the largest |nats - plain nats| / plain nats of the documents that were scored again."""
@@ -131,21 +100,18 @@ class Evaluation:
     """[D] with group_by: each document's value, by column."""
     document_texts: list[str] = field(default_factory=list)
     """An excerpt of each document, from its scored part."""
-    is_known: bool = False
-    """Whether it is from an earlier evaluation."""
+    is_known: bool = False  # whether it is from an earlier evaluation
 
     def report(self) -> dict[str, Any]:
         """Return the report for perplexity.json; the modes are defined in dsft/perplexity/modes.py."""
         result = self.perplexity
-        report = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("perplexity", "is_known", "document_groups", "document_texts"):
-            del report[name]
+        report = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in UNREPORTED}
         report |= {name: getattr(result, name) for name in RESULT_FIELDS}
         report |= {
             "groups": self.groups,
-            "divergence": asdict(self.divergence) if self.divergence else None,
+            "divergence": self.divergence,
             "nats_per_token": result.loss,
-            "interval": asdict(self.intervals),
+            "interval": self.intervals,
             "blocks": {"nats": result.block_nats.tolist(), "tokens": result.block_tokens.tolist()},
             "tokens_per_second": result.fed_tokens / self.seconds,
         }
@@ -170,13 +136,13 @@ class Evaluation:
         return self.model, self.data, self.protocol or ""
 
     @functools.cached_property
-    def intervals(self) -> ResultIntervals:
+    def intervals(self) -> dict[str, Any]:
         return result_intervals(self.perplexity)
 
     @functools.cached_property
     def groups(self) -> dict[str, list[dict[str, Any]]]:
         """By column: group, nats, tokens, perplexity and its interval for each value with scored tokens."""
-        groups: dict[str, list[dict[str, Any]]] = {}
+        groups = {}
         for name, labels_D in self.document_groups.items():
             groups[name] = []
             for label in dict.fromkeys(labels_D):
@@ -188,25 +154,29 @@ class Evaluation:
                     "nats": result.nats,
                     "tokens": result.tokens,
                     "perplexity": result.perplexity,
-                    "interval": result_intervals(result).perplexity,
+                    "interval": result_intervals(result)["perplexity"],
                 }
                 groups[name].append(group)
         return groups
 
     @functools.cached_property
-    def divergence(self) -> Divergence | None:
+    def divergence(self) -> dict[str, Any] | None:
+        """The distance of the model's predictions from the reference's: means over scored tokens of kl (of the model
+        from the reference) and reverse_kl in nats, and same_top, a share; their 95 % intervals over documents.
+        """
         if not self.reference:
             return None
         result = self.perplexity
         is_scored_D = result.document_tokens > 0
-        means = {}
+        means = {"reference": self.reference, "reference_perplexity": exp(result.reference_loss)}
         intervals = {}
         for name, row_D in zip(COLUMNS[2:], result.document_pairs[1:], strict=True):
             means[name] = math.fsum(row_D) / result.tokens
             low, high = ratio_interval(np.stack([row_D, result.document_tokens])[:, is_scored_D], 1)
-            intervals[name] = max(low, 0.0), min(high, 1.0) if name == "same_top" else high  # NaN stays NaN
-        perplexity = exp(result.reference_loss)
-        return Divergence(reference=self.reference, reference_perplexity=perplexity, intervals=intervals, **means)
+            if name == "same_top":
+                high = min(high, 1.0)
+            intervals[name] = max(low, 0.0), high  # NaN stays NaN
+        return means | {"intervals": intervals}
 
     @property
     def title(self) -> str:
@@ -218,12 +188,12 @@ class Evaluation:
         return "\n".join(f"{name:<24}" + value.replace("\n", "\n" + 24 * " ") for name, value in rows)
 
     def summary(self) -> dict[str, str]:
-        """Return the rows of the printed table."""
         result = self.perplexity
-        interval = in_words(self.intervals.perplexity, "{:,.4f}".format)
-        units = f"over {self.intervals.units}"
-        if math.isnan(self.intervals.perplexity[0]):
-            units = f"none: {self.intervals.units}"
+        bounds = self.intervals["perplexity"]
+        interval = in_words(bounds, "{:,.4f}".format)
+        units = f"over {self.intervals['units']}"
+        if math.isnan(bounds[0]):
+            units = f"none: {self.intervals['units']}"
         elif result.documents > 1 and result.longest_share > LONG_SHARE:
             units += f"; the longest document has {result.longest_share:.0%} of the tokens"
         scored = f"{result.tokens:,} tokens of {result.documents:,} documents ({self.mode})"
@@ -251,29 +221,29 @@ class Evaluation:
                 lines.append(f"and {len(groups) - SHOWN_GROUPS:,} more in {REPORTS}")
             rows[f"by {name}"] = "\n".join(lines)
         if divergence := self.divergence:
-            kl, reverse_kl, same_top = (
-                Estimate(vars(divergence)[name], *divergence.intervals[name]) for name in COLUMNS[2:]
-            )
-            rows[f"against {divergence.reference}"] = (
+            intervals = divergence["intervals"]
+            kl, reverse_kl, same_top = (Estimate(divergence[name], *intervals[name]) for name in COLUMNS[2:])
+            rows[f"against {self.reference}"] = (
                 f"KL(reference || model) {kl:.6f} nats per token\n"
                 f"KL(model || reference) {reverse_kl:.6f}\n"
                 f"same top token {same_top:.2%}\n"
-                f"perplexity of the reference {divergence.reference_perplexity:,.4f}"
+                f"perplexity of the reference {divergence['reference_perplexity']:,.4f}"
             )
         if self.verified_difference is not None:
             rows["verified"] = f"largest relative difference to full logits {self.verified_difference:.1e}"
-        quantization = self.options["quantization"]
-        settings = (
-            f"{self.options['dtype']}, quantization {quantization}, ZeRO {self.zero}, {plural(self.ranks, 'rank')}"
+        rows["computed as"] = (
+            f"{self.options['dtype']}, quantization {self.options['quantization']}, ZeRO {self.zero},"
+            f" {plural(self.ranks, 'rank')}, {result.fed_tokens / self.seconds:,.0f} tokens/s"
         )
-        rows["computed as"] = f"{settings}, {result.fed_tokens / self.seconds:,.0f} tokens/s"
         peaks = [f"{name} {value / GiB:.2f} GiB" for name, value in self.peak_memory_bytes.items()]
         rows["peak memory per rank"] = ", ".join(peaks)
         return rows
 
     def to_pandas(self, group_by: str | None = None) -> Any:
         """Return a pandas.DataFrame with a row for each document, or for each group of one grouping."""
-        return frame(self.groups[group_by] if group_by else self.documents())
+        import pandas  # takes a second
+
+        return pandas.DataFrame(self.groups[group_by] if group_by else self.documents())
 
 
 class Results:
@@ -283,8 +253,7 @@ class Results:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.evaluations: dict[Key, Evaluation] = {}
-        """On rank 0."""
+        self.evaluations: dict[Key, Evaluation] = {}  # on rank 0
         distributed.on_rank_0(self._read)
 
     def _read(self) -> None:
@@ -309,14 +278,12 @@ class Results:
             ) from None
 
     def find(self, about: Mapping[str, Any]) -> Evaluation | None:
-        """Return an earlier result with the same fingerprint, or None. Collective. Args: `about`: fields of the
-        Evaluation that are known before scoring.
-        """
-        same = [each for each in self.evaluations.values() if each.fingerprint == about["fingerprint"]]
+        """Return an earlier result with the fingerprint of `about`, or None. Collective."""
         folder = about["tokens_folder"]
+        same = {each.fingerprint: each for each in self.evaluations.values()}
         if folder and not Path(folder).is_dir():
-            same = []
-        evaluation = distributed.on_rank_0(lambda: same[0] if same else None)
+            same = {}
+        evaluation = distributed.on_rank_0(lambda: same.get(about["fingerprint"]))
         if evaluation is None:
             return None
         # A copy of the model or data has the same result, and output_dir may have been moved.
@@ -342,22 +309,30 @@ class Results:
 
 def read_back(report: dict[str, Any], table: pyarrow.Table) -> Evaluation:
     """Return the evaluation that this report and these documents describe."""
-    pairs = [table[name].to_numpy() for name in (COLUMNS[1:] if report["reference"] else ())]
     reference_loss = report["reference_loss"]
+    documents = {f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS}
+    names = COLUMNS[1:] if report["reference"] else ()
+    pairs = [table[name].to_numpy() for name in names]
+    groups = {name: table[f"{GROUP}{name}"].to_numpy(zero_copy_only=False) for name in report["groups"]}
     perplexity = Perplexity(
-        **{name: report[name] for name in ("nats", "tokens", "fed_tokens", "reported_loss")},
+        nats=report["nats"],
+        tokens=report["tokens"],
+        fed_tokens=report["fed_tokens"],
+        reported_loss=report["reported_loss"],
         reference_loss=math.nan if reference_loss is None else reference_loss,
         block_nats=np.array(report["blocks"]["nats"], np.float64),
         block_tokens=np.array(report["blocks"]["tokens"], np.int64),
         document_pairs=np.array(pairs).reshape(-1, len(table)),
-        **{f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS},
+        **documents,
     )
-    values = {each.name: report[each.name] for each in fields(Evaluation) if each.name in report}
-    values |= {"perplexity": perplexity, "is_known": True, "document_texts": table["text"].to_pylist()}
-    values["document_groups"] = {
-        name: table[f"{GROUP}{name}"].to_numpy(zero_copy_only=False) for name in report["groups"]
-    }
-    return Evaluation(**values)
+    values = {each.name: report[each.name] for each in fields(Evaluation) if each.name not in UNREPORTED}
+    return Evaluation(
+        **values,
+        perplexity=perplexity,
+        document_groups=groups,
+        document_texts=table["text"].to_pylist(),
+        is_known=True,
+    )
 
 
 class Recorder:
@@ -373,7 +348,7 @@ class Recorder:
         self.windows = windows
         self.partial = partial
         self.tokens = tokens
-        self.scored_before: dict[int, list[Any]] = {}
+        self.scored_before = {}
         """Index of a batch -> cells and sums from `scoring.sum_tokens`, the same on every rank."""
         if partial:
             partial.mkdir(parents=True, exist_ok=True)
@@ -408,7 +383,6 @@ class Recorder:
             self._parts.write_table(pyarrow.table(columns).cast(TOKEN_COLUMNS))
 
     def close(self) -> None:
-        """Close the file of tokens."""
         if self.tokens:
             self._parts.close()
 

@@ -75,7 +75,8 @@ def can_be_split(scorer: ChunkedHead, device: torch.device) -> bool:
     model = scorer.model
     if model not in _is_split:
         # Different tokens: a row of padding may be all zeros, for which every way of computing agrees.
-        spread = torch.arange(1, 9, device=device) * (scorer.config.get_text_config().vocab_size // 9)
+        vocab_size = scorer.config.get_text_config().vocab_size
+        spread = torch.arange(1, 9, device=device) * (vocab_size // 9)
         _is_split[model] = scorer.agrees(spread[None])
         if not _is_split[model]:
             say(
@@ -189,9 +190,7 @@ def sum_tokens(
 
 
 def collate(windows: Windows, batch: list[int], rules: RowRules, pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Return input_ids and targets [B, T] of a batch, padded on the right: no token sees later ones, so no attention
-    mask is needed.
-    """
+    """Return input_ids and targets [B, T], padded on the right: no token sees later ones, so no mask is needed."""
     start, end, _ = windows.spans[batch[0]]  # the longest
     shape = (len(batch), rules.width(end - start - 1))
     ids_BT = np.full(shape, pad_token_id, dtype=np.int64)
@@ -228,7 +227,7 @@ def score(scorers: list[ChunkedHead], batch: dict[str, torch.Tensor]) -> torch.T
             else:
                 columns_KR = negative_log_likelihood(scorers[0].tiles(*outputs_R), targets_R)[None]
             columns.append(columns_KR.double().cpu())
-    return torch.cat(columns, dim=1).double().mul_(STEPS).round_().div_(STEPS)
+    return torch.cat(columns, dim=1).mul_(STEPS).round_().div_(STEPS)
 
 
 def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_R: torch.Tensor) -> torch.Tensor:
@@ -248,7 +247,8 @@ def negative_log_likelihood(parts: Iterable[torch.Tensor], targets_R: torch.Tens
         at_column_R = logits_RW.gather(1, column_R.where(is_here_R, 0)[:, None])[:, 0]
         wanted_R = torch.where(is_here_R, at_column_R, wanted_R)
         largest_R1 = logits_RW.amax(dim=1, keepdim=True).clamp_(min=LEAST)
-        log_sums.append(largest_R1[:, 0] + logits_RW.sub_(largest_R1).exp_().sum(dim=1).log())
+        sums_R = logits_RW.sub_(largest_R1).exp_().sum(dim=1)
+        log_sums.append(largest_R1[:, 0] + sums_R.log())
     return torch.stack(log_sums).logsumexp(dim=0) - wanted_R
 
 

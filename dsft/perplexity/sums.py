@@ -13,6 +13,7 @@ Shape suffixes: D documents, W windows, B blocks, U units, K sums of each.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.special import bdtr, stdtrit
@@ -53,30 +54,23 @@ class Estimate:
 class Perplexity:
     """The result of one evaluation, over all ranks."""
 
-    nats: float
-    """Sum of negative log-likelihoods of the scored tokens."""
-    tokens: int
-    """Number of scored tokens."""
-    document_nats: np.ndarray
-    """[D] float64."""
-    document_tokens: np.ndarray
-    """[D] int64: scored tokens of each document."""
+    nats: float  # sum of negative log-likelihoods of the scored tokens
+    tokens: int  # number of scored tokens
+    document_nats: np.ndarray  # [D] float64
+    document_tokens: np.ndarray  # [D] int64: scored tokens of each document
     document_bytes: np.ndarray
     """[D] int64: UTF-8 bytes of each document's scored tokens; 0 if there is no text (token sequences)."""
-    document_words: np.ndarray
-    """[D] int64."""
+    document_words: np.ndarray  # [D] int64
     document_pairs: np.ndarray
     """[K - 1, D] float64: with a reference, the sums of COLUMNS of `results.py` after the first; else [0, D]."""
     block_nats: np.ndarray
     """[B] float64: of blocks of neighbouring windows, in text order; empty if enough documents are scored."""
-    block_tokens: np.ndarray
-    """[B] int64."""
+    block_tokens: np.ndarray  # [B] int64
     fed_tokens: int
     """Tokens fed to the model in this run, over all ranks; less than in all windows if it was resumed."""
     reported_loss: float
     """Mean nats with the protocol's weights; without a protocol the same as `loss`."""
-    reference_loss: float = math.nan
-    """The same for the reference; NaN without one."""
+    reference_loss: float = math.nan  # the same for the reference; NaN without one
 
     @property
     def documents(self) -> int:
@@ -92,7 +86,6 @@ class Perplexity:
 
     @property
     def unscored_documents(self) -> int:
-        """Number of documents without a scored token, such as those of one token."""
         return int((self.document_tokens == 0).sum())
 
     @property
@@ -198,31 +191,26 @@ def merge_blocks(nats_B: np.ndarray, tokens_B: np.ndarray) -> tuple[np.ndarray, 
         correlation = (residual_B[1:] * residual_B[:-1]).sum() / variance
         correlation += (1 + 4 * correlation) / number  # bias of the estimate (Marriott and Pope, 1954)
         correlation = min(max(correlation, 0.0), 0.97)
-        length = math.ceil(3 * (2 * correlation / (1 - correlation**2)) ** (2 / 3) * number ** (1 / 3))
+        dependence = 2 * correlation / (1 - correlation**2)
+        length = math.ceil(3 * dependence ** (2 / 3) * number ** (1 / 3))
     merged = max(number // max(length, 1), FEWEST_MERGED)
     starts = np.arange(merged) * number // merged
     return np.add.reduceat(nats_B, starts), np.add.reduceat(tokens_B, starts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResultIntervals:
-    """The 95 % intervals of one result, as in its report; NaN if there are fewer than two units."""
-
-    level: float = LEVEL
-    units: str
-    """Over which they are computed, in words."""
-    perplexity: Interval
-    nats_per_token: Interval
-    bits_per_byte: Interval
-
-
-def result_intervals(result: Perplexity) -> ResultIntervals:
-    """Compute the intervals of one result. Bit-identical for the same numpy and scipy."""
+def result_intervals(result: Perplexity) -> dict[str, Any]:
+    """Return the 95 % intervals of one result, as in its report, and their units in words; NaN if there are fewer than
+    two units. Bit-identical for the same numpy and scipy.
+    """
     sums_KU, units = units_of(result, result.document_nats, result.block_nats, is_scored_D=result.document_tokens > 0)
     low, high = ratio_interval(sums_KU, 1)
-    per_byte = tuple(bound / math.log(2) for bound in ratio_interval(sums_KU, 2))
-    perplexity = exp(low), exp(high)
-    return ResultIntervals(units=units, perplexity=perplexity, nats_per_token=(low, high), bits_per_byte=per_byte)
+    return {
+        "level": LEVEL,
+        "units": units,
+        "perplexity": (exp(low), exp(high)),
+        "nats_per_token": (low, high),
+        "bits_per_byte": tuple(bound / math.log(2) for bound in ratio_interval(sums_KU, 2)),
+    }
 
 
 def units_of(
@@ -241,10 +229,12 @@ def units_of(
     number = int(is_scored_D.sum())
     if number < FEWEST_DOCUMENTS and blocks_B is not None and len(blocks_B) >= FEWEST_BLOCKS:
         nats_B, tokens_B = merge_blocks(blocks_B, result.block_tokens.astype(np.float64))
-        sums_KU = np.stack([nats_B, tokens_B, tokens_B * (result.bytes / max(result.tokens, 1))])
+        bytes_per_token = result.bytes / max(result.tokens, 1)
+        sums_KU = np.stack([nats_B, tokens_B, tokens_B * bytes_per_token])
         return sums_KU, f"{len(tokens_B):,} blocks of neighbouring windows"
     sums_KU = np.stack([documents_D, result.document_tokens, result.document_bytes])[:, is_scored_D]
-    return sums_KU.astype(np.float64), ONE_DOCUMENT if number == 1 else f"{number:,} documents"
+    units = ONE_DOCUMENT if number == 1 else f"{number:,} documents"
+    return sums_KU.astype(np.float64), units
 
 
 def ratio_interval(sums_KU: np.ndarray, below: int, base_KU: np.ndarray | None = None) -> Interval:
@@ -269,8 +259,10 @@ def ratio_interval(sums_KU: np.ndarray, below: int, base_KU: np.ndarray | None =
             return math.nan, math.nan
         ratio += sign * above_U.sum() / total
         without_U += sign * (above_U.sum() - above_U) / (total - below_U)
-        freedom = min(freedom, max(1.0, 1 / ((below_U / total) ** 2).sum() - 1))
-    error = math.sqrt((number - 1) / number * ((without_U - without_U.mean()) ** 2).sum())
+        effective_number = 1 / ((below_U / total) ** 2).sum()
+        freedom = min(freedom, max(1.0, effective_number - 1))
+    deviations_U = without_U - without_U.mean()
+    error = math.sqrt((number - 1) / number * (deviations_U**2).sum())
     half = error * stdtrit(freedom, (1 + LEVEL) / 2)
     return float(ratio - half), float(ratio + half)
 

@@ -515,7 +515,7 @@ class PerplexityTrainer(Trainer):
             samples = answer_prompts(self.data.prompts, self.model, self.processing_class)
         documents = [len(store.row_ends) for store in held_out.stores]
         set_D = np.repeat(np.arange(len(documents)), documents)
-        low, high = result_intervals(result).perplexity
+        low, high = result_intervals(result)["perplexity"]
         metrics = {"loss": result.loss, "perplexity": result.perplexity}
         if not math.isnan(low):  # a single window has no interval
             metrics |= {"perplexity_low": low, "perplexity_high": high}

@@ -86,7 +86,7 @@ def test_a_comparison_is_that_of_scipy_over_pairs_of_documents():
     assert comparison.perplexity_ratio.low == math.exp(estimate.low)
     assert (comparison.better, comparison.worse) == ((change < 0).sum(), (change > 0).sum())
     assert comparison.p_value == pytest.approx(stats.binomtest(comparison.better, len(change)).pvalue)
-    alone = np.ptp(other.intervals.nats_per_token)
+    alone = np.ptp(other.intervals["nats_per_token"])
     assert estimate.high - estimate.low < alone / 2, "what is hard for both cancels"
     order = np.argsort(change, kind="stable")
     assert (comparison.gained_most, comparison.lost_most) == (tuple(order[:5]), tuple(order[::-1][:5]))

@@ -42,7 +42,7 @@ def test_the_evaluation_of_a_run_is_that_of_its_training(runs, name):
     assert evaluation.perplexity.perplexity == pytest.approx(logged["eval_perplexity"], rel=1e-6)
     # Documents are the units, whatever windows they are cut into.
     bounds = [logged[f"eval_perplexity_{end}"] for end in ("low", "high")]
-    assert evaluation.intervals.perplexity == pytest.approx(bounds, rel=1e-5)
+    assert evaluation.intervals["perplexity"] == pytest.approx(bounds, rel=1e-5)
     assert evaluation.model == str(runs / name / "final")
 
 

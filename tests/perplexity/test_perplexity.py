@@ -91,7 +91,12 @@ def _sums(many_options: list[dict]) -> list[tuple]:
     for options in many_options:
         evaluation = next(evaluate_all(EvalConfig(**options)))
         result = evaluation.perplexity
-        others = (repr(evaluation.groups), evaluation.divergence, result.reported_loss, result.document_pairs.tolist())
+        others = (
+            repr(evaluation.groups),
+            repr(evaluation.divergence),
+            result.reported_loss,
+            result.document_pairs.tolist(),
+        )
         sums.append((result.nats, result.tokens, result.document_nats.tolist(), *others))
     return sums
 

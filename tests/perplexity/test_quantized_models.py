@@ -126,7 +126,7 @@ def test_gguf_files_are_read_beside_the_model_they_were_made_from(tiny, model, t
     kept = {"reference": str(model), "tokenizer": str(model), "output_dir": str(tmp_path / "kept")}
     of_base, of_plain, of_packed = results(tiny, model=[str(model), plain, packed], **kept)
     assert of_plain.perplexity.loss == pytest.approx(of_base.perplexity.loss, abs=1e-6)
-    assert abs(of_plain.divergence.kl) < 1e-7 < of_packed.divergence.kl < 0.1
+    assert abs(of_plain.divergence["kl"]) < 1e-7 < of_packed.divergence["kl"] < 0.1
     assert of_packed.options["quantization"] == "gguf"
     assert all(each.is_known for each in results(tiny, model=[plain, packed], **kept))
     identities = [model_identity(name, revision=None, seed=0)["content"] for name in (plain, packed)]
@@ -151,7 +151,7 @@ def test_the_formats_of_bitsandbytes_are_evaluated_in_layers_of_any_size(tiny, t
     evaluations = results(tiny, model=[model], quantization=["none", "nf4", "int8"], reference=model)
     plain, nf4, int8 = evaluations
     assert sum("inputs will be cast" in record.getMessage() for record in caplog.records) <= 1, "in every layer"
-    assert abs(plain.divergence.kl) < 1e-7 < int8.divergence.kl < nf4.divergence.kl
+    assert abs(plain.divergence["kl"]) < 1e-7 < int8.divergence["kl"] < nf4.divergence["kl"]
     rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for layer in rounded.model.layers.modules():
         if isinstance(layer, torch.nn.Linear):
