@@ -35,7 +35,6 @@ from dsft.runtime.hardware import free_host_bytes
 from dsft.units import GB, write_json
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files that describe how images and sound become tensors."""
 LAYERED_ROPE = ("gemma3_text", "gemma3n_text", "olmo3")
 """Values of `model_type` in transformers 4 whose rotary angles differ by kind of layer: transformers 4 and 5 read the
 old keys. Newer classes read these as the angles of all layers, and refuse them (Gemma 4).
@@ -60,21 +59,21 @@ def export(
         trust_remote_code: run code from the model's repository; it is copied to `out`.
         trust_checkpoint: read pickles that ask for any class, see models/weight_files.py.
     """
-    folder = find_weights(source)
+    folder = str(find_weights(source))
     target = Path(out)
     if is_gguf(target.name.lower()):
         raise UserError(f"{out}: dsft writes a folder of safetensors; name one, and convert it with llama.cpp")
     check_new_folder(out)
-    verify_weights(str(folder))
-    options = {"revision": base_revision(str(folder)), "trust_remote_code": trust_remote_code}
+    verify_weights(folder)
+    options = {"revision": base_revision(folder), "trust_remote_code": trust_remote_code}
     beside = target.absolute().with_name(f"{target.name}{UNFINISHED}")
     shutil.rmtree(beside, ignore_errors=True)
     try:
         with safe_unpickling(trust=trust_checkpoint):
-            model = _load(folder, dtype, **options)
+            model = _load(folder, dtype, options)
             model.save_pretrained(beside, max_shard_size=max_shard_size)
-            copy_processor(adapter_base(str(folder)) or str(folder), beside)
-            tokenizer, gguf = located(tokenizer_folder(str(folder)))
+            copy_processor(adapter_base(folder) or folder, beside)
+            tokenizer, gguf = located(tokenizer_folder(folder))
             AutoTokenizer.from_pretrained(tokenizer, **gguf, **options).save_pretrained(beside)
         add_keys_of_transformers_4(beside, tokenizer)
         share_files(beside)
@@ -94,15 +93,15 @@ def merge(source: str, out: str, **options: Any) -> Path:
     return export(str(find_adapter(source)), out, **options)
 
 
-def _load(folder: Path, dtype: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedModel:
+def _load(folder: str, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
     """Load a whole model, with its adapter merged, and unpacked if its quantised format allows it."""
-    base = adapter_base(str(folder))
+    base = adapter_base(folder)
     if base and adapter_base(base):
         raise UserError(f"{folder}: its base {base} is an adapter itself; merge that first, and name the result")
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = load_model_config(base or str(folder), **options)
+    trust = options["trust_remote_code"]
+    config = load_model_config(base or folder, **options)
     written_dtype = DTYPES.get(dtype) or config.dtype or torch.float32
-    num_params = empty_model(config, trust_remote_code=trust_remote_code).num_parameters()
+    num_params = empty_model(config, trust_remote_code=trust).num_parameters()
     needed = num_params * written_dtype.itemsize
     free = free_host_bytes()
     if needed > free:
@@ -110,13 +109,12 @@ def _load(folder: Path, dtype: str, *, revision: str | None, trust_remote_code: 
             f"{folder}: the full model takes {needed / GB:.3g} GB of memory, and {free / GB:.3g} GB are free here"
         )
     if base:
-        raise_if_any(adapter_problems(str(folder), config, key="adapter", trust_remote_code=trust_remote_code))
-    unpacking = GGUF.load_config(written_dtype) if is_gguf(str(folder)) else unpacking_config(config)
+        raise_if_any(adapter_problems(folder, config, key="adapter", trust_remote_code=trust))
+    unpacking = GGUF.load_config(written_dtype) if is_gguf(folder) else unpacking_config(config)
+    of_weights = {"dtype": DTYPES.get(dtype, "auto")}
     if unpacking:
-        options |= {"quantization_config": unpacking, "dtype": written_dtype}
-    else:
-        options["dtype"] = DTYPES.get(dtype, "auto")
-    model = load_weights(str(folder), **options)
+        of_weights = {"dtype": written_dtype, "quantization_config": unpacking}
+    model = load_weights(folder, **options, **of_weights)
     if unpacking:
         inner = unwrapped(model)
         inner._weight_conversions = None  # or transformers packs them again
@@ -211,7 +209,6 @@ def _tokenizer_class(tokenizer: str) -> str:
 
 
 def copy_processor(package: str, folder: Path, revision: str | None = None) -> None:
-    """Copy the processor files of a package, if it has some."""
     package, _ = located(described_in(package))
     for name in PROCESSOR_FILES:
         path = cached_file(package, name, revision=revision, _raise_exceptions_for_missing_entries=False)

@@ -25,8 +25,7 @@ MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
 TENSOR_FILES = (".safetensors", ".bin", ".pt", ".pth")
 """Extensions of the large files, which are read only after the whole checkpoint is verified."""
-SEAL = "sha256"
-"""Key of the manifest's own hash."""
+SEAL = "sha256"  # key of the manifest's own hash
 
 
 def discard(folder: Path) -> None:
@@ -39,7 +38,6 @@ def discard(folder: Path) -> None:
 
 
 def checkpoint_folder(output_dir: str | Path, step: int) -> Path:
-    """Return the path of the complete checkpoint of `step`."""
     return Path(output_dir) / f"{CHECKPOINT}-{step}"
 
 
@@ -75,7 +73,8 @@ def publish(staged: Path, manifest: dict[str, Any]) -> Path:
         file.flush()
         os.fsync(file.fileno())
     share_files(staged)
-    for folder in (*(path for path in staged.rglob("*") if path.is_dir()), staged, *staged.parents[:2]):
+    folders = [path for path in staged.rglob("*") if path.is_dir()]
+    for folder in (*folders, staged, *staged.parents[:2]):
         _sync_folder(folder)
     final = staged.parents[1] / staged.name
     discard(final)
@@ -108,11 +107,8 @@ def clean_up(output_dir: str | Path) -> list[Path]:
 
 def folders_of_steps(output_dir: str | Path) -> list[Path]:
     """List folders with a checkpoint's name, oldest step first. checkpoint-8-copy belongs to the user."""
-    folders = []
-    for path in Path(output_dir).glob(f"{CHECKPOINT}-*/"):
-        if re.fullmatch(rf"{CHECKPOINT}-[0-9]+", path.name):
-            folders.append(path)
-    return sorted(folders, key=number_in)
+    paths = Path(output_dir).glob(f"{CHECKPOINT}-*/")
+    return sorted((path for path in paths if re.fullmatch(rf"{CHECKPOINT}-[0-9]+", path.name)), key=number_in)
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -215,12 +211,8 @@ def prune(output_dir: str | Path, *, limit: int | None, best: str | None, newest
     folders = checkpoints(output_dir)
     if not limit or len(folders) <= limit:
         return
-    keep = {newest}
-    for folder in folders:
-        if best and folder.resolve() == Path(best).resolve():
-            keep.add(folder)
+    keep = {newest.name, Path(best or newest).name}
     position = folders.index(newest)
-    others = [folder for folder in folders[position:] + folders[:position] if folder not in keep]
-    number = len(folders) - max(limit, len(keep))
-    for folder in others[:number]:
+    others = [folder for folder in folders[position:] + folders[:position] if folder.name not in keep]
+    for folder in others[: len(folders) - limit]:
         discard(folder)

@@ -40,7 +40,7 @@ def run_identity(
     data: dict[str, Any],
     seed: int,
     sequences_per_step: int,
-    options: dict[str, Any] | None = None,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the identity of a run, with the names for messages: `shapes` of the trained parameters by name, the
     `data`'s identity, sequences per step over all ranks, and `options` that a resume cannot change.
@@ -53,7 +53,7 @@ def run_identity(
         **data,
         "seed of the order": seed,
         "sequences per step": sequences_per_step,
-        **(options or {}),
+        **options,
     }
 
 

@@ -4,6 +4,7 @@ import contextlib
 import html
 import os
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ from dsft.runtime.launcher_env import ENV_FILE, LAUNCH, OPTIONS_FILE
 from dsft.units import plural, write_json
 
 RUN = "run.json"
-METRICS = "metrics.jsonl"
-"""One object for each log of the training."""
+METRICS = "metrics.jsonl"  # one object for each log of the training
 SAMPLE = ("eval_prompt_{}", "eval_answer_{}")
 """Keys of a sample's texts in the log of an evaluation, by its number from 1 (the option generate_samples)."""
 CARD = "README.md"
@@ -35,26 +35,22 @@ RESULTS_ON_THE_CARD = (
     *("eval_perplexity", "eval_loss", "eval_tokens", "train_loss", "steps", "tokens_seen", "seconds", "peak_gpu_gib"),
     "peak_host_gib",
 )
-"""Keys of the results in run.json."""
 OPTIONS_ON_THE_CARD = (
     *("learning_rate", "num_train_epochs", "max_steps", "global_batch_size", "per_device_train_batch_size", "seq_len"),
     *("adapter", "seed"),
 )
-UNFINISHED = ".unfinished"
-"""Suffix of the folder that an export is written to until it is complete."""
+UNFINISHED = ".unfinished"  # suffix of the folder that an export is written to until it is complete
 FROM_WEIGHTS = "start from its weights: name it as model (of LoRA as adapter), with a new output_dir"
 """What to do if a checkpoint cannot be resumed."""
 
 
-def samples_in(entry: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the samples in a log entry: (prompt, answer)."""
-    samples = []
+def samples_in(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the samples in a log entry: (prompt, answer)."""
     prompt, answer = SAMPLE
     number = 1
     while answer.format(number) in entry:
-        samples.append((entry[prompt.format(number)], entry[answer.format(number)]))
+        yield entry[prompt.format(number)], entry[answer.format(number)]
         number += 1
-    return samples
 
 
 def check_output_dir(config, problems: list[str]) -> None:
@@ -73,11 +69,11 @@ def check_output_dir(config, problems: list[str]) -> None:
         return
     for key in ("model", "tokenizer", "adapter"):
         name = getattr(config, key)
-        if config.overwrite and name and path.resolve() in (Path(name).resolve(), *Path(name).resolve().parents):
+        if config.overwrite and name and Path(name).resolve().is_relative_to(path.resolve()):
             problems.append(
                 f"overwrite: {key}={name} is inside output_dir={path} and would be lost; choose another output_dir"
             )
-    if resume == "auto" and not config.overwrite and not checkpoints(str(path)) and (path / FINAL).is_dir():
+    if resume == "auto" and not config.overwrite and not checkpoints(path) and (path / FINAL).is_dir():
         problems.append(
             f"resume_from_checkpoint=auto: {path} contains a finished run without checkpoints; choose a new"
             " output_dir, or replace the run with --overwrite"
@@ -86,10 +82,8 @@ def check_output_dir(config, problems: list[str]) -> None:
         # Another rank may be checking whether the folder is writable.
         names = {file.name for file in path.iterdir() if not file.name.startswith(PROBE)}
         names -= {LOCK, OPTIONS_FILE, ENV_FILE}
-        has_failed = False
-        if RUN in names and not names - {RUN, LOGS}:  # it failed before it wrote more than its logs
-            with contextlib.suppress(UserError):
-                has_failed = read_run(str(path)).get("status") == "failed"
+        # It may have failed before it wrote more than its logs.
+        has_failed = names <= {RUN, LOGS} and known_run(path).get("status") == "failed"
         if names and not has_failed:
             content = "another run" if is_run(path) else "other files"
             problems.append(
@@ -99,9 +93,7 @@ def check_output_dir(config, problems: list[str]) -> None:
 
 
 def clear_run(output_dir: str) -> None:
-    """Remove an earlier run's checkpoints, final model and run.json; other files remain.
-    Raises UserError if a checkpoint remains, from which the new run would resume.
-    """
+    """Remove an earlier run's checkpoints, final model and run.json. Raises UserError if one of them remains."""
     path = Path(output_dir)
     for folder in (*folders_of_steps(path), path / FINAL):
         try:
@@ -125,9 +117,7 @@ def resume_errors(folder: Path, *, verify: bool = True) -> list[str]:
 
 
 def last_good(output_dir: str | Path, *, verify: bool = True, before: Path | None = None) -> Path | None:
-    """Return the newest checkpoint without `resume_errors`; skipped ones are logged.
-    `before`: a checkpoint; it and all newer ones are left out.
-    """
+    """Return the newest checkpoint without `resume_errors`, older than `before`; skipped ones are logged."""
     folders = checkpoints(output_dir)
     if before:
         folders = folders[: folders.index(before)]
@@ -169,25 +159,12 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
 def known_run(folder: str | Path) -> dict[str, Any]:
     """Return run.json; empty if it is missing or cannot be read: a resume writes it again."""
     with contextlib.suppress(UserError):
-        return read_run(str(folder))
+        return read_run(folder)
     return {}
 
 
-def was_killed(output_dir: str | None) -> bool:
-    """Return whether the run in this folder ended without recording a result."""
-    return output_dir is not None and known_run(output_dir).get("status") == "running"
-
-
-def replaces_run(config: TrainConfig, checkpoint: str | None) -> bool:
-    """Return whether the folder's run is done or to be overwritten: it is kept until set-up can no longer fail."""
-    run = known_run(config.training["output_dir"])
-    return bool(run) and (run.get("status") == "done" or (config.overwrite and checkpoint is None))
-
-
 def is_finished(checkpoint: str, training: dict[str, Any], *, patience: int | None = None) -> bool:
-    """Return whether nothing is left to train after `checkpoint`, by `patience` (early_stopping_patience), max_steps or
-    else num_train_epochs. Raises UserError if the checkpoint has no Trainer state.
-    """
+    """Return whether nothing is left to train after `checkpoint`. Raises UserError if it has no Trainer state."""
     state = read_trainer_state(checkpoint)
     stopping = (state.get("stateful_callbacks") or {}).get("EarlyStopping")  # from training/callbacks.py
     if patience and stopping and stopping["attributes"]["early_stopping_patience_counter"] >= patience:
@@ -198,12 +175,10 @@ def is_finished(checkpoint: str, training: dict[str, Any], *, patience: int | No
 
 
 def is_run(folder: str | Path) -> bool:
-    """Return whether `folder` is the folder of a run."""
     return (Path(folder) / RUN).is_file()
 
 
 def write_run(output_dir: str, **sections: Any) -> None:
-    """Add or replace sections of run.json."""
     path = Path(output_dir) / RUN
     path.parent.mkdir(parents=True, exist_ok=True)
     content = known_run(output_dir) or {
@@ -213,7 +188,7 @@ def write_run(output_dir: str, **sections: Any) -> None:
     write_json(path, content | sections)
 
 
-def read_run(output_dir: str) -> dict[str, Any]:
+def read_run(output_dir: str | Path) -> dict[str, Any]:
     """Read run.json of a run. Raises UserError if the folder is not a run's, or run.json is not a JSON object."""
     if not is_run(output_dir):
         raise UserError(f"{output_dir}: is not a run folder: it has no {RUN}")
@@ -291,17 +266,15 @@ def find_adapter(source: str) -> Path:
 
 def check_new_folder(out: str) -> None:
     """Raise UserError if there is anything at `out`, except an empty folder."""
-    is_empty = os.path.isdir(out) and not os.path.islink(out) and not os.listdir(out)
+    path = Path(out)
+    is_empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     if os.path.lexists(out) and not is_empty:
         raise UserError(f"{out}: exists; choose a new folder")
 
 
 def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
-    """Return the README.md of a trained model: its base, data, options and results, with the hub's metadata.
-
-    Args:
-        run: the content of run.json of a finished run.
-        data: counts of the training data, as text; `held_out` likewise, empty if nothing was held out.
+    """Return the README.md of a trained model, with the hub's metadata. Args: `run`: run.json of a finished run;
+    `data` and `held_out`: counts as text, the latter empty if nothing was held out.
     """
     from huggingface_hub import ModelCardData  # not needed to read a run
 

@@ -61,13 +61,9 @@ class Saves:
 
 
 class StagedSave:
-    """One save of all ranks, a checkpoint or the final model, in `.saving/` until it is complete."""
+    """One save of all ranks, a checkpoint or the final model, in `.saving/` until complete, counted in `saves`."""
 
     def __init__(self, folder: Path, saves: Saves):
-        """
-        Args:
-            saves: of the run; this one is counted in it.
-        """
         self.staged = folder.parent / STAGING / folder.name
         self.folder = folder
         self.saves = saves
@@ -111,7 +107,8 @@ class StagedSave:
             raise Unsaved(f"{self.folder.name} could not be saved: {'; '.join(problems)}")
         self.saves.number += 1
         self.saves.seconds += time.monotonic() - start
-        self.saves.largest_bytes = max(self.saves.largest_bytes, sum(entry["size"] for entry in files.values()))
+        size = sum(entry["size"] for entry in files.values())
+        self.saves.largest_bytes = max(self.saves.largest_bytes, size)
 
     def _hash(self) -> dict[str, dict[str, Any]]:
         """Return size and SHA-256 of each staged file by path; ranks that see rank 0's folder read a share each."""
@@ -165,11 +162,7 @@ def adapter_parameters(model: PeftModel) -> dict[str, nn.Parameter]:
     named = dict(model.named_parameters())
     kept = get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
     saved = {*kept.values()}
-    parameters = {}
-    for name, parameter in named.items():
-        if parameter in saved or parameter.requires_grad:
-            parameters[name] = parameter
-    return parameters
+    return {name: each for name, each in named.items() if each in saved or each.requires_grad}
 
 
 def gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -186,10 +179,7 @@ def gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
     """Return the unsharded shapes of parameters, also under ZeRO-3."""
-    shapes = {}
-    for name, parameter in parameters.items():
-        shapes[name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    return shapes
+    return {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
 
 
 def missing_weights(folder: Path, *, num_elements: int) -> list[str]:
@@ -205,9 +195,8 @@ def missing_weights(folder: Path, *, num_elements: int) -> list[str]:
 
 
 def changed_files(checkpoint: str, *, weights_only: bool = False) -> list[str]:
-    """Hash the files of a checkpoint, a share on each rank, and return those that have changed on any rank since they
-    were written. Collective.
-    `weights_only`: leave out DeepSpeed's shards, unless they contain the weights.
+    """Hash the files of a checkpoint, a share on each rank, and return those that changed since they were written.
+    Collective. `weights_only`: leave out DeepSpeed's shards, unless they contain the weights.
     """
     folder = Path(described_in(checkpoint))
     files = files_of(folder)

@@ -22,11 +22,10 @@ from dsft.checkpoints.run_folder import (
     FINAL,
     RUN,
     clear_run,
+    known_run,
     last_checkpoint,
     model_card,
     read_run,
-    replaces_run,
-    was_killed,
     write_run,
 )
 from dsft.checkpoints.save import changed_files, verify_weights
@@ -76,7 +75,7 @@ def finetune(options: TrainConfig, problems: Sequence[str] = ()) -> PerplexityTr
     with safe_unpickling(trust=options.trust_checkpoint), only_run_in(output_dir):
         reset_peaks()
         require_same_start(common_options(options), list(problems))
-        if was_killed(output_dir):
+        if output_dir and known_run(output_dir).get("status") == "running":  # it was killed
             wait_for_freed_gpu()
         watchdog.set_phase("loading")
         say(f"{plural(distributed.world_size(), 'rank')} connected; checking options, data and model")
@@ -209,15 +208,18 @@ def recorded(run: TrainingRun, trainer: PerplexityTrainer | None = None) -> Iter
     """
 
     def begin():
+        replaces_run = run.options.overwrite and run.checkpoint is None
         about_data = {}
         if trainer is not None:
-            if run.options.overwrite and run.checkpoint is None:
+            if replaces_run:
                 clear_run(run.output_dir)
             data = trainer.data
             about_data = {"data": data.counts, "held_out": data.held_out_counts, "data_notes": data.notes}
             about_data["uses_chat_template"] = data.uses_chat_template
-        elif replaces_run(run.options, run.checkpoint):
-            return False
+        else:
+            earlier = known_run(run.output_dir)
+            if earlier and (replaces_run or earlier.get("status") == "done"):
+                return False
         write_run(
             run.output_dir,
             config=as_dict(run.options),
