@@ -204,8 +204,12 @@ def _tokenizer_class(tokenizer: str) -> str:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    name = json.loads(Path(file).read_text(encoding="utf-8")).get("tokenizer_class") if file else None
-    return name if name and name != "TokenizersBackend" else "PreTrainedTokenizerFast"
+    name = None
+    if file:
+        name = json.loads(Path(file).read_text(encoding="utf-8")).get("tokenizer_class")
+    if name in (None, "", "TokenizersBackend"):
+        return "PreTrainedTokenizerFast"
+    return name
 
 
 def copy_processor(package: str, folder: Path, revision: str | None = None) -> None:

@@ -45,7 +45,7 @@ def run_identity(
     """Return the identity of a run, with the names for messages: `shapes` of the trained parameters by name, the
     `data`'s identity, sequences per step over all ranks, and `options` that a resume cannot change.
     """
-    names_and_shapes = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
+    names_and_shapes = json.dumps(sorted(shapes.items()))
     return {
         "trained tensors": len(shapes),
         TRAINED_ELEMENTS: sum(map(math.prod, shapes.values())),
@@ -71,7 +71,8 @@ def earlier_values(checkpoint: str, section: str, now: dict[str, Any]) -> dict[s
         section: of the manifest: "run_identity", or "options" for those of TAKEN.
     """
     then = read_manifest(checkpoint).get(section, {})
-    return {name: then[name] for name, value in now.items() if then.get(name, value) != value}
+    differing = [name for name, value in now.items() if then.get(name, value) != value]
+    return {name: then[name] for name in differing}
 
 
 def check_identity(checkpoint: str, now: dict[str, Any]) -> None:

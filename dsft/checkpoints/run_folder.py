@@ -73,7 +73,8 @@ def check_output_dir(config, problems: list[str]) -> None:
             problems.append(
                 f"overwrite: {key}={name} is inside output_dir={path} and would be lost; choose another output_dir"
             )
-    if resume == "auto" and not config.overwrite and not checkpoints(path) and (path / FINAL).is_dir():
+    has_only_final = (path / FINAL).is_dir() and not checkpoints(path)
+    if resume == "auto" and not config.overwrite and has_only_final:
         problems.append(
             f"resume_from_checkpoint=auto: {path} contains a finished run without checkpoints; choose a new"
             " output_dir, or replace the run with --overwrite"
@@ -211,7 +212,8 @@ def path_of(name: str, run_folder: str) -> str:
         if started_in.name != part:
             return name  # an absolute output_dir, or a run that was moved
         started_in = started_in.parent
-    return str(started_in / name) if (started_in / name).exists() else name
+    path = started_in / name
+    return str(path) if path.exists() else name
 
 
 def sealed_checkpoint(model: str) -> Path | None:
@@ -243,7 +245,9 @@ def find_weights(source: str) -> Path:
         kinds = "dsft export reads folders of models, and GGUF files" if folder.is_file() else "is not a folder"
         raise UserError(f"{source}: {kinds}")
     if is_run(folder):
-        folder = folder / FINAL if (folder / FINAL).is_dir() else last_good(source)
+        folder = folder / FINAL
+        if not folder.is_dir():
+            folder = last_good(source)
         if folder is None:
             raise UserError(f"{source}: the run has neither a final model nor a complete checkpoint yet")
     raise_if_any([f"{folder}: {error}; it is damaged, use another" for error in damage(str(folder))])

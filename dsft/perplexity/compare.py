@@ -253,7 +253,9 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
         if ours != theirs:
             notes.append(f"{name} differs: {ours}, the base {theirs}")
     # Blocks of windows can be compared if both models have the same windows.
-    changed_blocks = after.block_nats - before.block_nats if same_tokens else None
+    changed_blocks = None
+    if same_tokens:
+        changed_blocks = after.block_nats - before.block_nats
     sums_KU, units = units_of(after, change_D, changed_blocks, is_scored_D=is_scored_D)
     nats_per_token = per_byte = None
     if same_tokens:
@@ -268,7 +270,10 @@ def compare_pair(base: Evaluation, other: Evaluation) -> Comparison:
                 f"{other.protocol or f'mode {other.mode}'} also scores tokens that a tokenizer puts between or before"
                 f" texts, or leaves first tokens out{way_out}"
             )
-        sums = [units_of(each, each.document_nats, None, is_scored_D=is_scored_D)[0] for each in (after, before)]
+        sums = []
+        for each in (after, before):
+            sums_KU, _ = units_of(each, each.document_nats, None, is_scored_D=is_scored_D)
+            sums.append(sums_KU)
         ratio, base_ratio = (nats_U.sum() / bytes_U.sum() for nats_U, _, bytes_U in sums)
         per_byte = Estimate(float(ratio - base_ratio), *ratio_interval(sums[0], 2, sums[1]))
     better = int((change_D < 0).sum())

@@ -120,7 +120,9 @@ class Answers(Documents):
         bounds = pairwise([0, *tokens.row_ends.tolist()])
         for sample, is_too_long, (start, end) in zip(builder.samples, builder.are_too_long, bounds, strict=True):
             trained = tokens.trained[start:end]
-            text = None if is_too_long else _text_in_data(sample, trained, rules)
+            text = None
+            if not is_too_long:
+                text = _text_in_data(sample, trained, rules)
             if text is None:
                 text = tokenizer.decode(tokens.ids[start:end][trained], skip_special_tokens=True)
             texts.append(text)

@@ -146,7 +146,9 @@ def choose_zero(candidate: Candidate, machine: Machine, dtype: str) -> str:
     )
     if plan.fits:
         return plan.zero
-    fits = f" The longest window that fits has {plan.longest_window:,} tokens." if plan.longest_window else ""
+    fits = ""
+    if plan.longest_window:
+        fits = f" The longest window that fits has {plan.longest_window:,} tokens."
     raise UserError(
         f"zero=auto for {candidate.name}: {plan.reason}{fits} Use more GPUs or nodes, a smaller batch_tokens or"
         " seq_len, or set zero yourself"
@@ -284,7 +286,8 @@ def fingerprint(
     if has_gpu():
         device = torch.cuda.get_device_name()
     libraries = {name: version for name, version in installed.items() if name in (*LIBRARIES, *PACKAGES)}
-    everywhere = sorted(set(distributed.from_all([json.dumps([models, device, libraries])])))
+    on_this_rank = json.dumps([models, device, libraries])
+    everywhere = sorted(set(distributed.from_all([on_this_rank])))
     content = json.dumps([SCORING, everywhere, options, windows], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 

@@ -64,7 +64,9 @@ class Windows:
         """Return up to `tokens` of each document, half of them before the first scorable one."""
         excerpts = []
         for start, end in zip(self.document_starts, self.document_ends, strict=True):
-            first = start + int(self.scorable[start:end].argmax()) if end > start else start
+            first = start
+            if end > start:
+                first += int(self.scorable[start:end].argmax())
             begin = max(start, first - tokens // 2)
             excerpts.append(self.tokens[begin : min(begin + tokens, end)].tolist())
         return excerpts
@@ -85,7 +87,9 @@ class Windows:
 
     def hashes(self) -> dict[str, str]:
         """Hash the texts, their tokens, and the windows: together all data that a result depends on."""
-        first_token = -1 if self.first_token is None else self.first_token
+        first_token = self.first_token
+        if first_token is None:
+            first_token = -1
         texts = hashlib.sha256(
             np.ascontiguousarray(self.document_hashes)
         )  # not of the text that a tokenizer makes scorable
@@ -122,13 +126,14 @@ def windows_of_held_out(held_out: "Sequences") -> Windows:
     befores = np.cumsum([0, *(len(store.tokens) for store in stores)])
     starts = held_out.starts + befores[held_out.places]
     ends = held_out.ends + befores[held_out.places]
+    scored_from = np.minimum(starts + 1, ends)
     document_ends = [store.row_ends + before for store, before in zip(stores, befores, strict=False)]
     sizes = np.zeros(sum(map(len, document_ends)), dtype=np.int64)
     return Windows(
         tokens=np.concatenate([store.tokens for store in stores]),
         scorable=np.concatenate([store.trained for store in stores]),
         document_ends=np.concatenate(document_ends),
-        spans=np.stack([starts, ends, np.minimum(starts + 1, ends)], axis=1),
+        spans=np.stack([starts, ends, scored_from], axis=1),
         document_bytes=sizes,
         document_words=sizes,
         document_hashes=np.zeros(0, dtype=np.uint64),
@@ -222,7 +227,8 @@ def _lm_eval(config: EvalConfig, prepare: Prepare) -> Windows:
 
 def _answers(config: EvalConfig, prepare: Prepare) -> Windows:
     """Prompts with completions, or chats: only the tokens that finetuning trains on are scored."""
-    return cut(prepare("answers"), lambda start, end: [(start, end, min(start + 1, end))], each_document=True)
+    store = prepare("answers")
+    return cut(store, lambda start, end: [(start, end, min(start + 1, end))], each_document=True)
 
 
 def _gptq(config: EvalConfig, prepare: Prepare, scored_from: int = 1) -> Windows:

@@ -129,8 +129,9 @@ def evaluate_windows(
             batch_tokens = 1
     lengths_W = windows.lengths  # once: a pass over all windows
     batches = form_batches(lengths_W, batch_tokens, rules)
+    num_columns = len(COLUMNS) if others else 1
     num_cells = len(windows.document_ends) + len(windows.spans)
-    sums_KC = np.zeros((2 + (len(COLUMNS) if others else 1), num_cells), np.int64)
+    sums_KC = np.zeros((num_columns + 2, num_cells), np.int64)
 
     def scored(batch_BT: dict[str, torch.Tensor]) -> torch.Tensor:
         if team.size == 1:

@@ -43,8 +43,10 @@ class Estimate:
     high: float
 
     def __format__(self, spec: str) -> str:
-        interval = "" if math.isnan(self.low) else f" ({self.low:{spec}} to {self.high:{spec}})"
-        return f"{self.value:{spec}}{interval}"
+        value = f"{self.value:{spec}}"
+        if math.isnan(self.low):
+            return value
+        return f"{value} ({self.low:{spec}} to {self.high:{spec}})"
 
     def mapped(self, function: Callable[[float], float]) -> "Estimate":
         return Estimate(function(self.value), function(self.low), function(self.high))
@@ -126,15 +128,21 @@ class Perplexity:
 
     @property
     def word_perplexity(self) -> float:
-        return exp(self.nats / self.words) if self.words else math.nan
+        if not self.words:
+            return math.nan
+        return exp(self.nats / self.words)
 
     @property
     def byte_perplexity(self) -> float:
-        return exp(self.nats / self.bytes) if self.bytes else math.nan
+        if not self.bytes:
+            return math.nan
+        return exp(self.nats / self.bytes)
 
     @property
     def bits_per_byte(self) -> float:
-        return self.nats / self.bytes / math.log(2) if self.bytes else math.nan
+        if not self.bytes:
+            return math.nan
+        return self.nats / self.bytes / math.log(2)
 
 
 def exp(value: float) -> float:
@@ -157,7 +165,9 @@ def add_up(windows: Windows, sums_KC: np.ndarray, *, fed_tokens: int) -> Perplex
     block_starts = np.zeros(0, np.int64)
     if (tokens_D > 0).sum() < FEWEST_DOCUMENTS:
         block_starts = np.arange(0, len(tokens_W), math.ceil(len(tokens_W) / MOST_BLOCKS))
-    weights_W = np.ones(len(tokens_W)) if windows.weights is None else windows.weights
+    weights_W = windows.weights
+    if weights_W is None:
+        weights_W = np.ones(len(tokens_W))
     weighted_tokens = math.fsum(tokens_W * weights_W)
     loss, *of_reference = (math.fsum(steps_W / STEPS * weights_W) / weighted_tokens for steps_W in steps_KW[:2])
     return Perplexity(

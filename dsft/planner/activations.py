@@ -63,7 +63,8 @@ def attention_of(facts: ModelFacts, *, seq_len: int, masked: bool) -> Attention:
     if facts.attn_implementation != "sdpa":
         return "eager" if facts.attn_implementation == "eager" else "flash"
     window = getattr(facts.config.get_text_config(), "sliding_window", None)
-    return "sdpa" if masked or (window and seq_len >= window) else "flash"
+    reaches_window = window and seq_len >= window
+    return "sdpa" if masked or reaches_window else "flash"
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -144,9 +145,11 @@ def measure_activations(job: Job) -> Activations:
         for batch in MEASURED_BATCHES:
             counter.start([*model.parameters(), *model.buffers()])
             ids_BT = torch.zeros(batch, tokens, dtype=torch.long)
-            mask = {} if job.attention == "flash" else {"attention_mask": torch.ones_like(ids_BT)}
+            inputs = {"input_ids": ids_BT, "use_cache": False, "logits_to_keep": 1}
+            if job.attention != "flash":
+                inputs["attention_mask"] = torch.ones_like(ids_BT)
             with torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
-                model(input_ids=ids_BT, use_cache=False, logits_to_keep=1, **mask)
+                model(**inputs)
             runs.append((counter.layer_bytes, counter.linear_bytes()))
     (few_bytes_L, _), (many_bytes_L, linear_bytes_L) = runs
     few_tokens, many_tokens = (number * tokens for number in MEASURED_BATCHES)

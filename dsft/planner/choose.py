@@ -8,7 +8,7 @@ import itertools
 import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +134,9 @@ class Plan(Needs):
         """As shown in tables: off, on, 1/2 ..."""
         if not self.activation_checkpointing:
             return "off"
-        return f"1/{self.checkpoint_every}" if self.checkpoint_every > 1 else "on"
+        if self.checkpoint_every == 1:
+            return "on"
+        return f"1/{self.checkpoint_every}"
 
     @property
     def label(self) -> str:
@@ -164,7 +166,9 @@ def plan_flags(plan: Plan, job: Job) -> str:
 
 def describe_memory(needs: Needs, machine: Machine, *, host: bool = True) -> str:
     share = needs.device_bytes / machine.device_bytes
-    each = f" per {machine.place}" if machine.world_size > 1 else ""
+    each = ""
+    if machine.world_size > 1:
+        each = f" per {machine.place}"
     text = f"{needs.device_bytes / GiB:,.1f} of {machine.device_bytes / GiB:.1f} GiB{each} ({share:.0%})"
     if host:
         text += f", host memory {needs.host_bytes / GiB:,.1f} of {machine.host_bytes / GiB:,.0f} GiB"
@@ -195,8 +199,8 @@ def candidate_names(job: Job, machine: Machine) -> list[str]:
     return [name for name in NAMES if name not in left_out]
 
 
-def batches(job: Job, machine: Machine) -> list[Batch]:
-    """Return the batches to try, smallest micro batch first: the sequences of a step, or as many as divide evenly."""
+def batches(job: Job, machine: Machine) -> Iterator[Batch]:
+    """Yield the batches to try, smallest micro batch first: the sequences of a step, or as many as divide evenly."""
     per_rank = job.micro_batch or SEQUENCES_PER_RANK
     micro_batches = [per_rank]
     if job.sequences_per_step:
@@ -204,11 +208,9 @@ def batches(job: Job, machine: Machine) -> list[Batch]:
     if not job.micro_batch and not job.accumulation:
         most = min(per_rank, LARGEST_MICRO_BATCH)
         micro_batches = [number for number in range(1, most + 1) if per_rank % number == 0]
-    batches = []
     for micro in micro_batches:
         accumulation = job.accumulation or max(1, per_rank // micro)
-        batches.append(job.batch(micro, accumulation, machine))
-    return batches
+        yield job.batch(micro, accumulation, machine)
 
 
 def settings(
@@ -219,7 +221,9 @@ def settings(
     config = compose(zero_file or read_zero_file(name, []), hpz_ranks=hpz_ranks, bf16_states=job.bf16_states)
     zero = config["zero_optimization"]
     stage = zero.get("stage", 0)
-    buckets = stage_3_buckets(zero, job.size) if stage == 3 else {}
+    buckets = {}
+    if stage == 3:
+        buckets = stage_3_buckets(zero, job.size)
     if zero_file is not None:
         return [config | {"zero_optimization": zero | buckets}]
     _fit_numbers(name, zero, job, machine)
@@ -237,7 +241,9 @@ def settings(
     # Stage 0 refuses to add up in another type than the model's; stage 1 would hold all gradients in full.
     if stage >= 2 and wants_fp32_sums(job, accumulation):
         in_fp32 = [each | {"data_types": {"grad_accum_dtype": "fp32"}} for each in configs]
-        configs = in_fp32 if job.fp32_accumulation else in_fp32 + configs
+        if job.fp32_accumulation:
+            return in_fp32
+        return in_fp32 + configs
     return configs
 
 
@@ -480,7 +486,9 @@ def plan_evaluation(
     plans = [_plan_scoring(name, tokens, job, machine) for name in names]
     chosen = next((plan for plan in plans if plan.fits), None)
     if chosen:
-        way = "one copy of the model per rank" if chosen.zero == "0" else f"shards over all ranks (zero {chosen.zero})"
+        way = f"shards over all ranks (zero {chosen.zero})"
+        if chosen.zero == "0":
+            way = "one copy of the model per rank"
         why = f"{way}, {chosen.batch_tokens:,} tokens at once"
     else:
         chosen = min(plans, key=lambda plan: shortage(plan, machine))

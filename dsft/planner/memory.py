@@ -74,7 +74,9 @@ PLANNED_AS = "adamw_torch"  # stands in for optimizers that are not in the table
 def optimizer_name(deepspeed_config: dict[str, Any], optim: str | None) -> str:
     """Return the optimizer that the DeepSpeed configuration names, if it names one, else `optim`."""
     kind = get_value(deepspeed_config, "optimizer.type")
-    return str(kind).lower() if kind else (optim or DEFAULT_OPTIMIZER).removeprefix("paged_")
+    if kind:
+        return str(kind).lower()
+    return (optim or DEFAULT_OPTIMIZER).removeprefix("paged_")
 
 
 def optimizer_memory(deepspeed_config: dict[str, Any], optim: str | None, *, weight_bytes: int) -> OptimizerMemory:
@@ -122,7 +124,9 @@ def peak_bytes(terms: Iterable[Term], place: str) -> int:
 
 def pinned_bytes(num_bytes: float) -> int:
     """Round up to a power of two, as torch's allocator of pinned memory does."""
-    return 1 << (int(num_bytes) - 1).bit_length() if num_bytes else 0
+    if not num_bytes:
+        return 0
+    return 1 << (int(num_bytes) - 1).bit_length()
 
 
 # ---- the job
@@ -235,8 +239,11 @@ class ZeroLayout:
         if self.packed and self.packed.is_unpacked:
             self.packed = None
         self.weight_bytes = job.weight_bytes
-        self.sum_bytes = 4 if sums_in_fp32(deepspeed_config) and self.stage >= 2 else self.weight_bytes
-        self.sent_bytes = 4 if get_value(deepspeed_config, "communication_data_type") in FP32 else self.weight_bytes
+        self.sum_bytes = self.sent_bytes = job.weight_bytes
+        if sums_in_fp32(deepspeed_config) and self.stage >= 2:
+            self.sum_bytes = 4
+        if get_value(deepspeed_config, "communication_data_type") in FP32:
+            self.sent_bytes = 4
         self.num_frozen = size.num_params - size.num_trainable
         self.share = math.ceil(size.num_trainable / (machine.world_size if self.stage else 1))
         self.largest_trained = max((numel for numel, _ in size.trainable_numels), default=0)
@@ -306,7 +313,9 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
     item = layout.weight_bytes
     measured = job.activations
     # A quantised base is not sharded, and keeps its own linear layers.
-    layers = measured.layers_zero_3 if layout.stage == 3 and not size.quantization else measured.layers
+    layers = measured.layers
+    if layout.stage == 3 and not size.quantization:
+        layers = measured.layers_zero_3
     tokens = -(-batch.micro * job.seq_len // batch.sequence_parallel)
     input_bytes = tokens * item * size.hidden_size  # of a checkpointed layer
     offloads_inputs = job.checkpoint_offload and layout.machine.has_gpu
@@ -320,7 +329,8 @@ def activation_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Te
     if not offloads_inputs:
         kept += computed_again * input_bytes
     # Gradients of a layer: of gate and up, and of the hidden states. Liger's overwrite saved activations.
-    backward = tokens * item * (size.hidden_size + size.ffn_size * (1 if job.liger else 2))
+    num_products = 1 if job.liger else 2
+    backward = tokens * item * (size.hidden_size + num_products * size.ffn_size)
     if computed_again:
         backward += tokens * max(layers) + max(measured.layers_fixed)
     work = max(int(backward), head_bytes(job, tokens))
@@ -346,7 +356,9 @@ def head_bytes(job: Job, tokens: int) -> int:
     hidden = 5 * job.weight_bytes * job.size.hidden_size * tokens
     softcap = getattr(job.model_config.get_text_config(), "final_logit_softcapping", None)
     # logits in fp32, their softmax and gradient; with tiles also the matrix product
-    entry = 12 + (job.weight_bytes if job.tiled_loss or softcap else 0)
+    entry = 12
+    if job.tiled_loss or softcap:
+        entry += job.weight_bytes
     if adapts_head(job.adapters):  # the products of head and adapter, and their gradients
         entry += 4 * job.weight_bytes
     if job.tiled_loss:
@@ -404,7 +416,9 @@ def _stage_1_2(layout: ZeroLayout) -> list[Term]:
         gradients = 4 * share
         step = layout.optimizer.step_bytes * share
     else:
-        gradients = of_share * (2 if layout.stage == 2 and accumulates else 1)
+        gradients = of_share
+        if layout.stage == 2 and accumulates:
+            gradients *= 2
         if layout.stage == 1 and (accumulates or not overlaps):
             gradients = item * trained
         elif offloads:
@@ -431,7 +445,9 @@ def _stage_3(layout: ZeroLayout) -> list[Term]:
     ranks = layout.machine.world_size
     zero = layout.zero
     keeps_weights = layout.param_device == "none"
-    bucket = zero["reduce_bucket_size"] if zero["contiguous_gradients"] and size.num_trainable else 0
+    bucket = 0
+    if zero["contiguous_gradients"] and size.num_trainable:
+        bucket = zero["reduce_bucket_size"]
     terms = [Term("reduce bucket", layout.sent_bytes * bucket, "allocated in full")]
     if keeps_weights:
         terms.append(Term("weights", item * size.num_params // ranks, "all / ranks"))
@@ -443,7 +459,9 @@ def _stage_3(layout: ZeroLayout) -> list[Term]:
         ]
     if ranks > 1 or not keeps_weights:  # else nothing is partitioned (`NoGatherHandle`)
         prefetch = zero["stage3_prefetch_bucket_size"]
-        copies = item * (prefetch + max(numel for numel, _ in size.numels)) if prefetch else 0
+        copies = 0
+        if prefetch:
+            copies = item * (prefetch + max(numel for numel, _ in size.numels))
         reduced = item * layout.largest_trained + layout.sent_bytes * min(bucket, size.num_trainable)
         terms += [
             Term("persistent parameters", item * layout.persistent_params, "up to the persistence threshold"),

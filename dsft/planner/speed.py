@@ -200,8 +200,10 @@ def launch_seconds(layout: "ZeroLayout") -> float:
     method = "lora" if size.lora_r else "full"
     if layout.packed:
         method = "qlora"
-    hooks = size.num_modules * HOOK_SECONDS if layout.stage == 3 else 0.0
-    return size.num_layers * LAUNCH_SECONDS[method] + size.looped_experts * 2e-4 + hooks
+    seconds = size.num_layers * LAUNCH_SECONDS[method] + size.looped_experts * 2e-4
+    if layout.stage == 3:
+        seconds += size.num_modules * HOOK_SECONDS
+    return seconds
 
 
 def collective_seconds(num_bytes: float, machine: Machine, speeds: Speeds, *, ranks: int | None = None) -> float:
@@ -212,8 +214,10 @@ def collective_seconds(num_bytes: float, machine: Machine, speeds: Speeds, *, ra
     if ranks == 1:
         return 0.0
     nodes = math.ceil(ranks / machine.ranks_per_node)
-    inside = num_bytes * (ranks - 1) / ranks / speeds.link_bytes if machine.ranks_per_node > 1 else 0.0
     across = num_bytes * (nodes - 1) / nodes / speeds.network_bytes
+    if machine.ranks_per_node == 1:
+        return across
+    inside = num_bytes * (ranks - 1) / ranks / speeds.link_bytes
     return max(inside, across)
 
 
@@ -236,15 +240,20 @@ def step_seconds(layout: "ZeroLayout", batch: Batch, *, recomputed: float) -> fl
     if layout.packed:
         micro_step += UNPACKED_BYTES * passes * layout.num_frozen / speeds.device_bytes
     compute = accumulation * micro_step
-    host = accumulation * passes * launch_seconds(layout) if machine.has_gpu else 0.0
+    host = 0.0
+    if machine.has_gpu:
+        host = accumulation * passes * launch_seconds(layout)
 
     gradients = collective_seconds(layout.sent_bytes * size.num_trainable, machine, speeds)
     trained = collective_seconds(layout.weight_bytes * size.num_trainable, machine, speeds)
     if layout.stage == 0:
         moving = 2 * gradients
     elif layout.stage < 3:
-        all_reduces = 2 if zero["use_multi_rank_bucket_allreduce"] else 1  # an all-reduce in place of a reduce
-        moving = trained + all_reduces * gradients * (accumulation if layout.stage == 2 else 1)
+        if zero["use_multi_rank_bucket_allreduce"]:  # an all-reduce in place of a reduce
+            gradients *= 2
+        if layout.stage == 2:
+            gradients *= accumulation
+        moving = trained + gradients
     else:
         # With hpZ the forward's gather fills a second partition, from which the backward gathers. An update invalidates
         # trained weights alone, so a frozen base never crosses nodes again.
@@ -254,7 +263,9 @@ def step_seconds(layout: "ZeroLayout", batch: Batch, *, recomputed: float) -> fl
         moving = accumulation * (trained + frozen + backward + gradients)
         if machine.has_gpu and world > 1:
             host += accumulation * 2 * size.num_modules * GATHER_SECONDS
-    updated = size.num_trainable / (world if layout.stage else 1)
+    updated = size.num_trainable
+    if layout.stage:
+        updated /= world
     optimizer = updated * (6 + 2 * layout.optimizer.checkpoint_bytes) / speeds.device_bytes
     if layout.optimizer_device != "none":
         if machine.has_gpu:  # gradients to the host each micro step, weights back once

@@ -259,23 +259,22 @@ def test_the_run_identity_of_a_checkpoint_is_compared(tmp_path):
     from dsft.checkpoints.resume import check_identity, run_identity
 
     shapes, rows = {"a": (4, 2), "b": (3,)}, {"sequences of data": 2, "content of data": "aa"}
-    now = run_identity(shapes, data=rows, seed=42, sequences_per_step=8)
+    usual = {"shapes": shapes, "data": rows, "seed": 42, "sequences_per_step": 8, "options": {}}
+    now = run_identity(**usual)
     assert now["trained elements"] == 11
     staged = write_staged(tmp_path, 5)
     folder = str(publish(staged, {"files": {}, "run_identity": now}))
     check_identity(folder, now)
     others = {
-        "trained elements: 11 then, 15 now": run_identity(
-            shapes | {"b": (7,)}, data=rows, seed=42, sequences_per_step=8
-        ),
-        "names and shapes": run_identity({"a": (2, 4), "b": (3,)}, data=rows, seed=42, sequences_per_step=8),
-        "content of data": run_identity(shapes, data=rows | {"content of data": "bb"}, seed=42, sequences_per_step=8),
-        "seed of the order: 42 then, 43 now": run_identity(shapes, data=rows, seed=43, sequences_per_step=8),
-        "sequences per step: 8 then, 16 now": run_identity(shapes, data=rows, seed=42, sequences_per_step=16),
+        "trained elements: 11 then, 15 now": {"shapes": shapes | {"b": (7,)}},
+        "names and shapes": {"shapes": {"a": (2, 4), "b": (3,)}},
+        "content of data": {"data": rows | {"content of data": "bb"}},
+        "seed of the order: 42 then, 43 now": {"seed": 43},
+        "sequences per step: 8 then, 16 now": {"sequences_per_step": 16},
     }
-    for named, other in others.items():
+    for named, change in others.items():
         with pytest.raises(UserError, match=named):
-            check_identity(folder, other)
+            check_identity(folder, run_identity(**usual | change))
 
 
 @pytest.mark.launch

@@ -124,7 +124,7 @@ def test_a_head_with_weights_of_its_own_resumes_though_the_config_ties_it(tmp_pa
     state = {"trainer_state.json": {"global_step": 5, "epoch": 0.1}}
 
     def resumed(**more: tuple[int, ...]) -> tuple:
-        identity = run_identity(shapes | more, data={}, seed=42, sequences_per_step=4)
+        identity = run_identity(shapes | more, data={}, seed=42, sequences_per_step=4, options={})
         for name, content in (state | {MANIFEST: {"files": {}, "run_identity": identity, "world_size": 2}}).items():
             (tmp_path / "run" / "checkpoint-5" / name).write_text(json.dumps(content))
         return resume_decisions(config, 2, facts)
