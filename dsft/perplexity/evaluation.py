@@ -46,11 +46,8 @@ from dsft.runtime.software import versions
 
 TOKENS = "tokens.parquet"  # folder in output_dir
 SHOWN_TOKENS = 32  # of a document, in comparisons
-OTHER_OPTIONS = (
-    *("dtype", "quantization", "batch_tokens", "attn_implementation"),
-    *("max_documents", "group_by", "save_tokens", "reference", "verify"),
-)
-"""Options that decide how a result is computed and what of it is stored."""
+OTHER_OPTIONS = ("attn_implementation", "max_documents", "group_by", "save_tokens", "reference", "verify")
+"""Options that decide how a result is computed and what of it is stored, as the user set them."""
 SCORING = 18  # version: raised by changes of the code that change nats or the stored results
 LIBRARIES = ("dsft", "torch", "deepspeed", "transformers", "peft")  # packages whose versions can change nats
 

@@ -73,12 +73,7 @@ class Needs:
     device_bytes: int
     """Peak on one GPU (on CPU, of one rank), including context and communication buffers."""
     host_bytes: int  # host memory of one node, all its ranks together
-    limiting_resource: str
-    """ "GPU memory", "host memory", or both joined by " and "; empty if it fits."""
-
-    @property
-    def fits(self) -> bool:
-        return not self.limiting_resource
+    fits: bool
 
 
 def add_up(terms: list[Term], machine: Machine, *, stage: int) -> dict[str, Any]:
@@ -87,19 +82,12 @@ def add_up(terms: list[Term], machine: Machine, *, stage: int) -> dict[str, Any]
     host = peak_bytes(terms, "host")
     if not machine.has_gpu:
         host += machine.ranks_per_node * device  # CPU ranks keep everything in host memory
-    missing = []
     can_release = stage == 3 and machine.world_size > 1
     reserve = 0 if can_release else RESERVE_BYTES
+    fits = host <= HOST_SHARE * machine.host_bytes
     if machine.has_gpu and device + reserve > machine.device_bytes:
-        missing.append("GPU memory")
-    if host > HOST_SHARE * machine.host_bytes:
-        missing.append("host memory")
-    return {
-        "terms": tuple(terms),
-        "device_bytes": device,
-        "host_bytes": host,
-        "limiting_resource": " and ".join(missing),
-    }
+        fits = False
+    return {"terms": tuple(terms), "device_bytes": device, "host_bytes": host, "fits": fits}
 
 
 def shortage(plan: Needs, machine: Machine) -> float:
@@ -147,7 +135,7 @@ class Plan(Needs):
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    return dataclasses.asdict(plan) | {"fits": plan.fits, "tokens_per_second": plan.tokens_per_second}
+    return dataclasses.asdict(plan) | {"tokens_per_second": plan.tokens_per_second}
 
 
 def plan_flags(plan: Plan, job: Job) -> str:
@@ -324,7 +312,7 @@ def all_plans(job: Job, machine: Machine, *, zero: str = "auto", zero_file: dict
             # If the GPU would be nearly full, fewer parameters are gathered at once.
             is_full = needs["device_bytes"] > FULL * machine.device_bytes
             gathers_much = layout.stage == 3 and layout.zero["stage3_max_live_parameters"] > SMALL_LIVE_PARAMS
-            if not needs["limiting_resource"] and not (is_full and gathers_much):
+            if needs["fits"] and not (is_full and gathers_much):
                 break
         plan = Plan(
             **needs,
