@@ -152,8 +152,7 @@ def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]
 
 
 def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the unsharded shapes of the trained parameters by name, also under ZeRO-3."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     return shapes_of(trained)
 
 

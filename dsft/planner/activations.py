@@ -186,14 +186,11 @@ class _SavedBytes:
         self.layers = layers
         self.outputs = {}
         for index, first in enumerate(first_alike):
-            if index != first:
-                self._skip(layers[index], first)
-
-    def _skip(self, layer: nn.Module, first: int) -> None:
-        """Let a layer return the output of the first one of its kind."""
-        for name, _ in list(layer.named_children()):
-            delattr(layer, name)
-        layer.forward = lambda *args, **kwargs: self.outputs[first]
+            if index != first:  # it returns the output of the first one of its kind
+                layer = layers[index]
+                for name, _ in list(layer.named_children()):
+                    delattr(layer, name)
+                layer.forward = lambda *args, first=first, **kwargs: self.outputs[first]
 
     def start(self, known: list[torch.Tensor]) -> None:
         self.layer_bytes = np.zeros(len(self.layers), np.int64)
