@@ -100,7 +100,7 @@ def clean_up(output_dir: str | Path) -> list[Path]:
         final = Path(output_dir) / staged.name
         if not final.exists() and not integrity_errors(staged):
             staged.rename(final)  # an error ends the start: what is complete is not discarded
-    removed = [*staging.iterdir()] if staging.is_dir() else []
+    removed = [*staging.glob("*")]
     discard(staging)
     return removed
 

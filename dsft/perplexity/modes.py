@@ -245,8 +245,7 @@ def _gptq(config: EvalConfig, prepare: Prepare, scored_from: int = 1) -> Windows
         )
     windows = cut(store, partial(disjoint_spans, length=config.seq_len, scored_from=scored_from, full=True))
     # The number of bytes in the part that is not scored is unknown.
-    windows.document_bytes = np.zeros(len(windows.document_ends), dtype=np.int64)
-    windows.document_words = windows.document_bytes
+    windows.document_bytes = windows.document_words = np.zeros_like(windows.document_bytes)
     return windows
 
 

@@ -110,9 +110,9 @@ class Perplexity:
             document_tokens=tokens_D,
             document_bytes=np.where(wanted_D, self.document_bytes, 0),
             document_words=np.where(wanted_D, self.document_words, 0),
-            document_pairs=np.zeros((0, self.documents)),
-            block_nats=np.zeros(0),
-            block_tokens=np.zeros(0, np.int64),
+            document_pairs=self.document_pairs[:0],
+            block_nats=self.block_nats[:0],
+            block_tokens=self.block_tokens[:0],
             reported_loss=nats / max(tokens, 1),
         )
 
