@@ -84,14 +84,15 @@ def _of_training(
     options: Mapping[str, Any], output_dir: str | None, problems: list[str], *, overridden: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the options of an evaluation that a training's options imply."""
-    of_run = bool(output_dir) and is_run(output_dir)
-    values = shared_options(options, output_dir if of_run else None)
-    has_model = of_run and (Path(output_dir) / FINAL).is_dir()
-    if has_model or options.get("model"):
-        values["model"] = output_dir if has_model else options["model"]
+    run = output_dir if output_dir and is_run(output_dir) else None
+    values = shared_options(options, run)
+    if run and (Path(run) / FINAL).is_dir():
+        values["model"] = run
+    elif options.get("model"):
+        values["model"] = options["model"]
     models = overridden.get("model", values.get("model"))
     for model in models if isinstance(models, list) else [models]:
-        if of_run and isinstance(model, str) and Path(model).resolve().is_relative_to(Path(output_dir).resolve()):
+        if run and isinstance(model, str) and Path(model).resolve().is_relative_to(Path(run).resolve()):
             # These weights are saved with the tokenizer of their training: with add_tokens, and the template.
             for name in ("tokenizer", "chat_template"):
                 values.pop(name, None)
@@ -103,15 +104,18 @@ def _of_training(
         entries = [*held_out.values()] if isinstance(held_out, dict) else held_out  # each is a separate data set
         values |= {"data": entries, "data_split": options.get("eval_split") or TrainConfig.eval_split}
     elif fraction:
-        values |= {"data": options.get("data"), "data_split": options.get("data_split") or TrainConfig.data_split}
         values |= {
+            "data": options.get("data"),
+            "data_split": options.get("data_split") or TrainConfig.data_split,
             "eval_fraction": fraction,
             "data_seed": shuffle_seed(options),
         }
     else:
         problems.append("data: the training has no held-out data (eval_data, eval_fraction); name some with data")
         values["data"] = options.get("data")
-    if of_run:
-        entries = values["data"] if isinstance(values["data"], list) else [values["data"]]
-        values["data"] = [path_of(entry, output_dir) for entry in entries]
+    if run:
+        entries = values["data"]
+        if not isinstance(entries, list):
+            entries = [entries]
+        values["data"] = [path_of(entry, run) for entry in entries]
     return values
