@@ -30,8 +30,7 @@ TAKEN = (
 )
 """Options of a step that may change on a resume, in the manifest beside the identity."""
 
-TRAINED_ELEMENTS = "trained elements"
-"""In a run's identity: number of trained elements, tied weights once."""
+TRAINED_ELEMENTS = "trained elements"  # in a run's identity: number of trained elements, tied weights once
 
 
 def run_identity(

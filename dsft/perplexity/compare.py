@@ -38,8 +38,7 @@ class Comparison:
     perplexity: float
     perplexity_ratio: Estimate | None  # None for two tokenizers
     nats_per_token: Estimate | None  # difference to the base; None for two tokenizers
-    bits_per_byte: Estimate | None
-    """Difference to the base; None if the bytes of the scored text are unknown."""
+    bits_per_byte: Estimate | None  # difference to the base; None if the bytes of the scored text are unknown
     byte_perplexity_ratio: Estimate | None
     better: int  # documents with fewer nats than with the base
     worse: int

@@ -26,8 +26,7 @@ if TYPE_CHECKING:  # options are checked against the modes before torch and tran
 WITHOUT_POSITIONS = 2048
 """Window length for a model without positions (DEFAULT_MAX_LENGTH in lm_eval/models/utils.py)."""
 Spans = Iterable[tuple[int, int, int]]  # start, end and scored_from of windows
-Prepare = Callable[..., "Store"]
-"""Returns the prepared data set, for a kind in `documents.py` and its fields."""
+Prepare = Callable[..., "Store"]  # returns the prepared data set, for a kind in `documents.py` and its fields
 
 
 @dataclass(kw_only=True)

@@ -78,8 +78,7 @@ class Evaluation:
     data: str
     protocol: str | None  # the option; with it, `perplexity` in the report is that protocol's
     mode: str
-    options: dict[str, Any]
-    """Values of seq_len, stride, scope, bos, separator, dtype, batch_tokens ..."""
+    options: dict[str, Any]  # values of seq_len, stride, scope, bos, separator, dtype, batch_tokens ...
     zero: str
     ranks: int
     machine: str  # of the whole job: nodes, ranks and their memory
@@ -87,8 +86,7 @@ class Evaluation:
     tokens_folder: str | None  # with save_tokens: their folder
     truncated_documents: int  # answers truncated to seq_len; tokens beyond are not scored
     seconds: float  # of scoring, without loading; of this run alone if it was resumed
-    peak_memory_bytes: dict[str, int]
-    """Of the rank that needed most: "host", and "gpu" if there is one."""
+    peak_memory_bytes: dict[str, int]  # of the rank that needed most: "host", and "gpu" if there is one
     model_hash: str  # of blocks of the files of the model and its base; the same for a copy
     hashes: dict[str, str]
     """Of the "texts", their "tokens" and the "windows": results are compared if they are the same."""
@@ -98,8 +96,7 @@ class Evaluation:
     """With verify: the largest |nats - plain nats| / plain nats of the documents that were scored again."""
     document_groups: dict[str, np.ndarray] = field(default_factory=dict)
     """[D] with group_by: each document's value, by column."""
-    document_texts: list[str] = field(default_factory=list)
-    """An excerpt of each document, from its scored part."""
+    document_texts: list[str] = field(default_factory=list)  # an excerpt of each document, from its scored part
     is_known: bool = False  # whether it is from an earlier evaluation
 
     def report(self) -> dict[str, Any]:

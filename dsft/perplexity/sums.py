@@ -68,10 +68,8 @@ class Perplexity:
     block_nats: np.ndarray
     """[B] float64: of blocks of neighbouring windows, in text order; empty if enough documents are scored."""
     block_tokens: np.ndarray  # [B] int64
-    fed_tokens: int
-    """Tokens fed to the model in this run, over all ranks; less than in all windows if it was resumed."""
-    reported_loss: float
-    """Mean nats with the protocol's weights; without a protocol the same as `loss`."""
+    fed_tokens: int  # tokens fed to the model in this run, over all ranks; less than in all windows if it was resumed
+    reported_loss: float  # mean nats with the protocol's weights; without a protocol the same as `loss`
     reference_loss: float = math.nan  # the same for the reference; NaN without one
 
     @property

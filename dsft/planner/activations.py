@@ -28,8 +28,7 @@ Attention = Literal["flash", "sdpa", "eager"]
 """flash: flash_attention_2, or sdpa without a mask. sdpa: sdpa with a mask (padding, sliding window). eager: plain
 matrix products.
 """
-MEASURED_BATCHES = (1, 3)
-"""Sequences of the two micro batches that run: bytes are linear in the batch."""
+MEASURED_BATCHES = (1, 3)  # sequences of the two micro batches that run: bytes are linear in the batch
 MEASURED_TOKENS = 256
 """Of a sequence if attention materialises no matrix: bytes are linear in tokens, longer ones only cost time."""
 SCANNED = ("falcon_mamba", "jamba", "mamba", "rwkv", "zamba")
@@ -52,8 +51,7 @@ class Activations:
     layers: tuple[float, ...]  # saved by each layer that is not checkpointed
     layers_zero_3: tuple[float, ...]
     """The same with DeepSpeed's linear layers of ZeRO-3, which also save the inputs of frozen weights."""
-    layers_fixed: tuple[float, ...]
-    """Saved for a micro batch of any size: weights merged with adapters."""
+    layers_fixed: tuple[float, ...]  # saved for a micro batch of any size: weights merged with adapters
     is_measured: bool = True
     """False if the model's code does not run over fake tensors, and a Llama of its widths is used instead."""
 

@@ -39,8 +39,7 @@ NAMES = ("0", "1", "2", "3", "3-hpz", "2-offload", "3-offload-optimizer", "3-off
 SEQUENCES_PER_RANK = 8
 """Of one optimizer step, if no option sets them: TrainingArguments' default. The plan cuts them into micro batches."""
 LARGEST_MICRO_BATCH = 64
-CHECKPOINT_EVERY = (1, 2, 4, 8)
-"""Activation checkpointing of every n-th layer: the n that are tried."""
+CHECKPOINT_EVERY = (1, 2, 4, 8)  # activation checkpointing of every n-th layer: the n that are tried
 MANY_MICRO_BATCHES = 4
 """From this number on, gradients are accumulated in fp32: in bf16 the sum of 4 is off by 0.3 %, of 64 by 0.8 %."""
 SMALL_LIVE_PARAMS = 50_000_000
@@ -50,14 +49,12 @@ LEAST_BUCKET = 2**25
 MOST_PREFETCHED = 2**28  # largest prefetch of ZeRO-3, in elements: a layer of an 8B model has 218 M
 FAST_LINK_BYTES = 1e11
 """Bytes per second of a rank's links in a node above which halving the traffic gains little: NVLink with a switch."""
-PERSISTENT_SHARE = 0.05
-"""Share of a model's parameters that may stay gathered so that its adapters do."""
+PERSISTENT_SHARE = 0.05  # share of a model's parameters that may stay gathered so that its adapters do
 
 HOST_SHARE = 0.95  # of a node's memory; the rest is the system's
 RESERVE_BYTES = 2**29
 """Left free: memory outside of torch was up to 0.3 GiB above the assumption. ZeRO-3 can release parameters instead."""
-FULL = 0.92
-"""Share of a GPU's memory above which a plan must be FULL_COSTS times as fast as a smaller one."""
+FULL = 0.92  # share of a GPU's memory above which a plan must be FULL_COSTS times as fast as a smaller one
 ROOMY = 0.8  # share of a GPU's memory up to which larger micro batches are preferred
 FULL_COSTS = 1.15
 OFFLOAD_GAIN = 1.2  # how much faster offload must be than every plan without it that fits
@@ -70,8 +67,7 @@ class Needs:
     """Memory that a plan, of a training or an evaluation, needs."""
 
     terms: tuple[Term, ...]
-    device_bytes: int
-    """Peak on one GPU (on CPU, of one rank), including context and communication buffers."""
+    device_bytes: int  # peak on one GPU (on CPU, of one rank), including context and communication buffers
     host_bytes: int  # host memory of one node, all its ranks together
     fits: bool
 
@@ -100,8 +96,7 @@ def shortage(plan: Needs, machine: Machine) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Needs):
-    zero: str
-    """Name as the option `zero` takes it: 0, 1, 2, 3, 3-hpz, 2-offload ... or the path of a DeepSpeed JSON."""
+    zero: str  # name as the option `zero` takes it: 0, 1, 2, 3, 3-hpz, 2-offload ... or the path of a DeepSpeed JSON
     activation_checkpointing: bool
     checkpoint_every: int  # with checkpointing, every n-th layer is recomputed
     micro_batch: int  # sequences of one forward on one rank
@@ -110,8 +105,7 @@ class Plan(Needs):
     deepspeed_config: dict[str, Any]  # what training gets; "auto" numbers are left to transformers
     step_seconds: float
     tokens_per_step: int  # over all ranks
-    has_time_estimate: bool
-    """Whether `step_seconds` may be shown, and not only ranks plans: the GPU is known by name."""
+    has_time_estimate: bool  # whether `step_seconds` may be shown, and not only ranks plans: the GPU is known by name
 
     @property
     def tokens_per_second(self) -> float:

@@ -105,8 +105,7 @@ not allocated by torch.
 @dataclass(frozen=True)
 class Term:
     name: str
-    num_bytes: int
-    """On one GPU (or one CPU rank) for `device`; on one node, all its ranks together, for `host`."""
+    num_bytes: int  # on one GPU (or one CPU rank) for `device`; on one node, all its ranks together, for `host`
     formula: str  # for `dsft plan --explain`
     phase: Phase = "always"
     place: Literal["device", "host"] = "device"
@@ -145,20 +144,17 @@ class Job:
     trainable: tuple[str, ...] = ()  # patterns of trained parameters
     frozen: tuple[str, ...] = ()
     optimizer: str = DEFAULT_OPTIMIZER  # as transformers names it (the option `optim`)
-    micro_batch: int | None = None
-    """Sequences of one forward on one rank; None lets the plan choose."""
+    micro_batch: int | None = None  # sequences of one forward on one rank; None lets the plan choose
     accumulation: int | None = None
     sequences_per_step: int | None = None  # sequences of one optimizer step over all ranks
     sequence_parallel: int = 1  # ranks that share each micro batch
     checkpointing: bool | None = None  # as the user set it; None lets the plan decide
     checkpoint_every: int | None = None
     """With checkpointing, every n-th layer is recomputed; None for all, or for the plan to choose."""
-    checkpoint_offload: bool = False
-    """With checkpointing, whether its saved inputs are in pinned host memory."""
+    checkpoint_offload: bool = False  # with checkpointing, whether its saved inputs are in pinned host memory
     liger: bool = False
     tiled_loss: bool = False  # whether logits exist for some tokens at a time only
-    fp32_accumulation: bool | None = None
-    """Whether gradients are accumulated in fp32; None lets the plan decide."""
+    fp32_accumulation: bool | None = None  # whether gradients are accumulated in fp32; None lets the plan decide
     bf16_states: bool = False  # whether master weights, gradients and moments are bfloat16
     samples: bool = False
     """Whether samples are generated at evaluations: under ZeRO-3 every rank then gathers all weights."""
@@ -287,8 +283,7 @@ class ZeroLayout:
 FRAGMENTATION = 0.03
 """Share of allocated memory that torch's allocator reserves in addition when memory is short (expandable segments)."""
 GPU_PROCESS_BYTES = 3 * GB
-CPU_PROCESS_BYTES = int(0.65 * GB)
-"""Host memory of one rank before it loads a model, on a machine on paper."""
+CPU_PROCESS_BYTES = int(0.65 * GB)  # host memory of one rank before it loads a model, on a machine on paper
 
 
 def training_terms(layout: ZeroLayout, batch: Batch, *, every: int) -> list[Term]:

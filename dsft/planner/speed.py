@@ -39,12 +39,10 @@ class Card:
     """Share of that rate that wide products reach, fitted to published steps of its generation; None without any."""
     narrow: int = 600  # width at which products reach half the rate of wide ones
     memory_gbps: float  # GB/s of its own memory
-    nvlink_gbps: float
-    """GB/s to the other GPUs of the node, one direction; 0 without NVLink between all."""
+    nvlink_gbps: float  # GB/s to the other GPUs of the node, one direction; 0 without NVLink between all
     pcie_gen: int
     has_bf16: bool = True  # whether it computes in bfloat16; Volta and Turing do not
-    pattern: str = ""
-    """Regular expression of its name, as a driver or a user writes it; by default the key of CARDS."""
+    pattern: str = ""  # regular expression of its name, as a driver or a user writes it; by default the key of CARDS
 
     @property
     def usable_bytes(self) -> int:
@@ -95,8 +93,7 @@ ASSUMED_UTILISATION = 0.5
 LINK_EFFICIENCY = 0.8
 ASSUMED_NETWORK_GBPS = 50  # GB/s of a node's network if none is named: one card of 400 Gbit/s
 PCIE_GBPS = {3: 16, 4: 32, 5: 64}  # GB/s of 16 lanes in one direction, by generation (PCI-SIG)
-BRIDGE_GBPS = {3: 50, 4: 56, 5: 300}
-"""GB/s of an NVLink bridge in one direction, by the generation of PCIe."""
+BRIDGE_GBPS = {3: 50, 4: 56, 5: 300}  # GB/s of an NVLink bridge in one direction, by the generation of PCIe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +160,7 @@ def parse_interconnect(text: str, card: Card) -> tuple[float, float]:
 
 EXPERT_SHARE = 0.17
 """Share of the rate that grouped products of experts reach: Qwen3 30B A3B with transformers 5 on 8 H100."""
-CPU_ADAM_PARAMS = 2e9
-"""Parameters per second of a node's CPU Adam: 1.7e9 to 3e9 are reported for nodes of 8 GPUs."""
+CPU_ADAM_PARAMS = 2e9  # parameters per second of a node's CPU Adam: 1.7e9 to 3e9 are reported for nodes of 8 GPUs
 ADAPTERS_COST = 1.2  # factor for the small products of adapters and their sums
 UNPACKED_BYTES = 11
 """Memory traffic of unpacking one quantised weight in one pass: Qwen 7B to 72B in 4 bits against plain LoRA."""
@@ -173,8 +169,7 @@ LAUNCH_SECONDS = {"full": 5e-4, "lora": 1.6e-3, "qlora": 3.9e-3}
 HOOK_SECONDS = 4.5e-4
 """Python time that ZeRO-3 adds per module with weights: hooks, and the events of a fetch (the same source)."""
 OVERLAP_LOSS = 0.5  # share of the shorter of compute and communication that overlap does not hide
-GATHER_SECONDS = 2e-4
-"""Python time of a gather from other ranks: Qwen 7B on 2 and 72B on 4 A100 (the same source)."""
+GATHER_SECONDS = 2e-4  # Python time of a gather from other ranks: Qwen 7B on 2 and 72B on 4 A100 (the same source)
 
 
 def flops_per_token(size: "ModelSize", seq_len: int, *, checkpointing: bool) -> float:
