@@ -282,7 +282,7 @@ def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
     """
     from huggingface_hub import ModelCardData  # not needed to read a run
 
-    def listed(values: dict[str, Any], names: tuple[str, ...]) -> str:
+    def listed(values, names):
         lines = []
         for name in names:
             value = values.get(name)

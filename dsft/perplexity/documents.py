@@ -185,7 +185,7 @@ def build_windows(
         if not is_text:
             raise UserError(f"protocol={name} needs texts, and the data is {data.rules.format}; leave it out")
 
-    def prepared(kind: str, **fields: Any) -> Store:
+    def prepared(kind, **fields):
         preparation = KINDS[kind](max_documents=config.max_documents, **fields)
         cache = cache_folder(config.data_cache)
         store = prepare(data, tokenizer, cache, preparation=preparation, show_progress=show_progress)

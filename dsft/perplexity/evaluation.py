@@ -294,7 +294,7 @@ def loaded_for_scoring(config: Any, zero: str, dtype: str, size: ModelSize | Non
     """Load the model of `config` to evaluate it, with its `size` if sharded or quantised; on exit free its memory."""
     quantization = size.quantization if size else None
 
-    def free_memory() -> None:
+    def free_memory():
         gc.collect()
         if has_gpu():
             torch.cuda.empty_cache()

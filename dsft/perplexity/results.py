@@ -289,7 +289,7 @@ class Results:
     def add(self, evaluation: Evaluation) -> None:
         """Append a result, new or known, and write all results to disk. Collective."""
 
-        def write() -> None:
+        def write():
             self.evaluations.pop(evaluation.key, None)
             self.evaluations[evaluation.key] = evaluation
             self.folder.mkdir(parents=True, exist_ok=True)

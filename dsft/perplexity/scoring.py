@@ -133,7 +133,7 @@ def evaluate_windows(
     num_cells = len(windows.document_ends) + len(windows.spans)
     sums_KC = np.zeros((num_columns + 2, num_cells), np.int64)
 
-    def scored(batch_BT: dict[str, torch.Tensor]) -> torch.Tensor:
+    def scored(batch_BT):
         if team.size == 1:
             return score(scorers, batch_BT)
         with team.attention(model):

@@ -337,7 +337,7 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
         speed = OFFLOAD_GAIN * max(plan.tokens_per_second for plan in on_gpus)
         fitting = [plan for plan in fitting if plan.tokens_per_second > speed or not offloads(plan.deepspeed_config)]
 
-    def cost(plan: Plan) -> float:
+    def cost(plan):
         seconds = plan.step_seconds / plan.tokens_per_step
         if plan.zero == "3-hpz":
             seconds *= HPZ_GAIN
@@ -345,7 +345,7 @@ def choose(plans: list[Plan], machine: Machine) -> Plan:
             seconds *= FULL_COSTS
         return seconds
 
-    def preference(plan: Plan) -> tuple[int, bool, int]:
+    def preference(plan):
         is_roomy = plan.device_bytes <= ROOMY * machine.device_bytes
         size = -plan.micro_batch if is_roomy else plan.device_bytes
         stage_rank = NAMES.index(plan.zero) if plan.zero in NAMES else 0
@@ -459,7 +459,7 @@ def plan_evaluation(
     else:
         names = [name for name in EVALUATION_NAMES if name != "3-offload" or machine.has_gpu]
 
-    def fits_alone(window: int) -> bool:
+    def fits_alone(window):
         attention = attention_of(facts, seq_len=window, masked=False)  # masked from the sliding window on
         longer = dataclasses.replace(job, attention=attention, seq_len=window)
         return any(_plan_scoring(name, window, longer, machine).fits for name in names)

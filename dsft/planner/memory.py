@@ -488,7 +488,7 @@ def host_terms(layout: ZeroLayout) -> list[Term]:
     is_pinned = machine.has_gpu and get_value(layout.zero, "offload_optimizer.pin_memory")
     pinned = pinned_bytes if is_pinned else int
 
-    def on_node(name: str, num_bytes: float, formula: str) -> Term:
+    def on_node(name, num_bytes, formula):
         return Term(name, int(machine.ranks_per_node * num_bytes), f"ranks x {formula}", "always", "host")
 
     process = GPU_PROCESS_BYTES if machine.has_gpu else CPU_PROCESS_BYTES
