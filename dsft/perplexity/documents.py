@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +19,6 @@ from dsft.data.sources import Batch, Row
 from dsft.data.tokens import (
     Preparation,
     Sample,
-    Store,
     Tokens,
     TokensBuilder,
     bytes_of_tokens,
