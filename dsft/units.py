@@ -21,6 +21,7 @@ BYTES = {"MB": MB, "GB": GB, "TB": TB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
 """Unit in user input -> its bytes."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """torch's name of a dtype -> bytes of one number."""
+JsonObject = dict[str, Any]  # as read from a JSON file, or to be written to one
 IGNORED = -100  # label of a token that is not trained or scored, as in transformers
 PADDED_MULTIPLE = 8  # rows are padded to a multiple of this, for matrix units
 
@@ -83,7 +84,7 @@ def one_of(choices: Iterable[Any]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: JsonObject) -> None:
     """Write to a file beside `path` and rename it, so that readers and crashes never see a partial file."""
     beside = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:

@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from dsft.checkpoints.manifest import share_files
 from dsft.checkpoints.run_folder import UNFINISHED, check_new_folder, find_adapter, find_weights
 from dsft.checkpoints.save import verify_weights
+from dsft.config.reader import Values
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.models.adapters import unwrapped
 from dsft.models.build import DTYPES, adapter_problems, load_weights
@@ -93,7 +94,7 @@ def merge(source: str, out: str, **options: Any) -> Path:
     return export(str(find_adapter(source)), out, **options)
 
 
-def _load(folder: str, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
+def _load(folder: str, dtype: str, options: Values) -> PreTrainedModel:
     """Load a whole model, with its adapter merged, and unpacked if its quantised format allows it."""
     base = adapter_base(folder)
     if base and adapter_base(base):

@@ -13,11 +13,11 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from dsft.errors import UserError, one_line
 from dsft.job import beat as watchdog
 from dsft.models.model_folder import CHECKPOINT, number_in, read_object
+from dsft.units import JsonObject
 
 REMOVED = ".removed"
 STAGING = ".saving"
@@ -51,7 +51,7 @@ def share_of(files: list[Path], *, reader: int, readers: int) -> list[Path]:
     return sorted(files, key=lambda file: -file.stat().st_size)[reader::readers]
 
 
-def hash_and_sync(path: Path) -> dict[str, Any]:
+def hash_and_sync(path: Path) -> JsonObject:
     """Sync a file to disk; return its size in bytes and SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
@@ -66,7 +66,7 @@ def share_files(folder: Path) -> None:
             file.chmod(file.stat().st_mode | folder.stat().st_mode & 0o666)
 
 
-def publish(staged: Path, manifest: dict[str, Any]) -> Path:
+def publish(staged: Path, manifest: JsonObject) -> Path:
     """Write the manifest and rename the staged folder, replacing an earlier one. Returns the new path."""
     with (staged / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(sealed(manifest), file, indent=1)
@@ -130,7 +130,7 @@ def bytes_of(folder: Path) -> int:
     return 0
 
 
-def read_manifest(folder: str | Path) -> dict[str, Any]:
+def read_manifest(folder: str | Path) -> JsonObject:
     """Return the manifest, empty if there is none. Raises UserError if it is not as it was written."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
@@ -141,7 +141,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+def sealed(manifest: JsonObject) -> JsonObject:
     """Return a manifest with the hash of its content, which decides how a run resumes."""
     content = dict(manifest)
     content.pop(SEAL, None)
@@ -149,7 +149,7 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return content | {SEAL: hashlib.sha256(text.encode()).hexdigest()}
 
 
-def read_trainer_state(checkpoint: str | Path) -> dict[str, Any]:
+def read_trainer_state(checkpoint: str | Path) -> JsonObject:
     """Return the Trainer's state in a checkpoint. Raises UserError if it is not one."""
     path = Path(checkpoint) / TRAINER_STATE
     state = read_object(path)

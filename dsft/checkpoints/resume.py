@@ -23,6 +23,7 @@ from dsft.checkpoints.run_folder import FROM_WEIGHTS
 from dsft.checkpoints.save import trained_shapes
 from dsft.errors import UserError
 from dsft.models.weight_files import FP32, ZeroShards
+from dsft.units import JsonObject
 
 TAKEN = (
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
@@ -36,11 +37,11 @@ TRAINED_ELEMENTS = "trained elements"  # in a run's identity: number of trained 
 def run_identity(
     shapes: dict[str, tuple[int, ...]],
     *,
-    data: dict[str, Any],
+    data: JsonObject,
     seed: int,
     sequences_per_step: int,
-    options: dict[str, Any],
-) -> dict[str, Any]:
+    options: JsonObject,
+) -> JsonObject:
     """Return the identity of a run, with the names for messages: `shapes` of the trained parameters by name, the
     `data`'s identity, sequences per step over all ranks, and `options` that a resume cannot change.
     """
@@ -62,7 +63,7 @@ def optimizer_kind(name: str) -> str:
     return {"adam": "adamw"}.get(kind, kind.replace("_bnb", ""))
 
 
-def earlier_values(checkpoint: str, section: str, now: dict[str, Any]) -> dict[str, Any]:
+def earlier_values(checkpoint: str, section: str, now: JsonObject) -> JsonObject:
     """Return the values that differ from `now`, as they were when `checkpoint` was saved. One without a manifest is
     another tool's, and is not compared.
 
@@ -74,7 +75,7 @@ def earlier_values(checkpoint: str, section: str, now: dict[str, Any]) -> dict[s
     return {name: then[name] for name in differing}
 
 
-def check_identity(checkpoint: str, now: dict[str, Any]) -> None:
+def check_identity(checkpoint: str, now: JsonObject) -> None:
     """Raise UserError with each difference of a run from the one that saved `checkpoint`."""
     earlier = earlier_values(checkpoint, "run_identity", now)
     if earlier:
@@ -95,7 +96,7 @@ TOPOLOGY = {
 """Facts that the layout of a checkpoint's shards depends on: key in the manifest -> name in messages."""
 
 
-def topology_change(checkpoint: str, now: dict[str, Any]) -> str:
+def topology_change(checkpoint: str, now: JsonObject) -> str:
     """Return the first difference of `now` (keys of TOPOLOGY) from a checkpoint's; empty if DeepSpeed can load it."""
     then = read_manifest(checkpoint)
     if not then:

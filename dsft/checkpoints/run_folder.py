@@ -24,7 +24,7 @@ from dsft.models.model_folder import FINAL, adapter_base, folder_of, has_only_sh
 from dsft.runtime.console import LOGS, say
 from dsft.runtime.disk import LOCK, PROBE, check_writable
 from dsft.runtime.launcher_env import ENV_FILE, LAUNCH, OPTIONS_FILE
-from dsft.units import plural, write_json
+from dsft.units import JsonObject, plural, write_json
 
 RUN = "run.json"
 METRICS = "metrics.jsonl"  # one object for each log of the training
@@ -44,7 +44,7 @@ FROM_WEIGHTS = "start from its weights: name it as model (of LoRA as adapter), w
 """What to do if a checkpoint cannot be resumed."""
 
 
-def samples_in(entry: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def samples_in(entry: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield the samples in a log entry: (prompt, answer)."""
     prompt, answer = SAMPLE
     number = 1
@@ -157,14 +157,14 @@ def last_checkpoint(config: TrainConfig, *, before: str | None = None) -> str | 
     return str(good) if good else None
 
 
-def known_run(folder: str | Path) -> dict[str, Any]:
+def known_run(folder: str | Path) -> JsonObject:
     """Return run.json; empty if it is missing or cannot be read: a resume writes it again."""
     with contextlib.suppress(UserError):
         return read_run(folder)
     return {}
 
 
-def is_finished(checkpoint: str, training: dict[str, Any], *, patience: int | None = None) -> bool:
+def is_finished(checkpoint: str, training: JsonObject, *, patience: int | None = None) -> bool:
     """Return whether nothing is left to train after `checkpoint`. Raises UserError if it has no Trainer state."""
     state = read_trainer_state(checkpoint)
     stopping = (state.get("stateful_callbacks") or {}).get("EarlyStopping")  # from training/callbacks.py
@@ -189,14 +189,14 @@ def write_run(output_dir: str, **sections: Any) -> None:
     write_json(path, content | sections)
 
 
-def read_run(output_dir: str | Path) -> dict[str, Any]:
+def read_run(output_dir: str | Path) -> JsonObject:
     """Read run.json of a run. Raises UserError if the folder is not a run's, or run.json is not a JSON object."""
     if not is_run(output_dir):
         raise UserError(f"{output_dir}: is not a run folder: it has no {RUN}")
     return read_object(Path(output_dir) / RUN)
 
 
-def read_options_of_run(output_dir: str) -> dict[str, Any]:
+def read_options_of_run(output_dir: str) -> JsonObject:
     """Read the options that a run was started with. Raises UserError if there are none."""
     options = read_run(output_dir).get("config")
     if not isinstance(options, dict) or "model" not in options:
@@ -276,7 +276,7 @@ def check_new_folder(out: str) -> None:
         raise UserError(f"{out}: exists; choose a new folder")
 
 
-def model_card(run: dict[str, Any], *, data: str, held_out: str) -> str:
+def model_card(run: JsonObject, *, data: str, held_out: str) -> str:
     """Return the README.md of a trained model, with the hub's metadata. Args: `run`: run.json of a finished run;
     `data` and `held_out`: counts as text, the latter empty if nothing was held out.
     """

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -42,7 +41,7 @@ from dsft.runtime import distributed
 from dsft.runtime.console import say
 from dsft.runtime.disk import free_bytes
 from dsft.runtime.hardware import which_memory
-from dsft.units import GB
+from dsft.units import GB, JsonObject
 
 DISK_ERRORS = re.compile(
     r"os error \d+"  # safetensors, written in Rust
@@ -73,7 +72,7 @@ class StagedSave:
         write: Callable[[], None],
         check: Callable[[Path], list[str]],
         *,
-        facts: dict[str, Any],
+        facts: JsonObject,
         needed_bytes: int,
     ) -> None:
         """Call `write` on every rank, and publish the files. Collective.
@@ -110,7 +109,7 @@ class StagedSave:
         size = sum(entry["size"] for entry in files.values())
         self.saves.largest_bytes = max(self.saves.largest_bytes, size)
 
-    def _hash(self) -> dict[str, dict[str, Any]]:
+    def _hash(self) -> dict[str, JsonObject]:
         """Return size and SHA-256 of each staged file by path; ranks that see rank 0's folder read a share each."""
         status = self.staged.stat() if self.staged.exists() else None
         folders = distributed.from_all([status and (distributed.this_node(), status.st_dev, status.st_ino)])

@@ -25,6 +25,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from dsft.checkpoints.save import verify_weights
 from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig
+from dsft.config.reader import Values
 from dsft.data.formats import FormattedSource
 from dsft.errors import UserError, one_line, raise_if_any
 from dsft.job import beat as watchdog
@@ -159,7 +160,7 @@ def _jobs(
     dtype: str,
     *,
     progress: bool,
-) -> list[tuple[Windows, dict[str, Any]]]:
+) -> list[tuple[Windows, Values]]:
     """Prepare every data set: its windows, and the fields of its Evaluation known before scoring. Collective."""
     facts = candidate.facts
     config = protocol_config(candidate.config, facts.size.max_positions)
@@ -215,9 +216,9 @@ def _jobs(
 def _evaluate_job(
     models: list[nn.Module],
     windows: Windows,
-    about: dict[str, Any],
+    about: Values,
     config: EvalConfig,
-    options: dict[str, Any],
+    options: Values,
     *,
     progress: bool,
 ) -> tuple[Evaluation, Recorder]:
@@ -273,7 +274,7 @@ def verify(model: nn.Module, windows: Windows, result: Perplexity, number: int, 
 
 
 def fingerprint(
-    models: list[dict[str, str]], windows: dict[str, str], options: dict[str, Any], installed: dict[str, str]
+    models: list[dict[str, str]], windows: dict[str, str], options: Values, installed: dict[str, str]
 ) -> str:
     """Hash everything that a result depends on, over all ranks, since nodes may have separate copies. Collective. Args:
     `models`: `model_identity` of the model and of a reference; `windows`: their `hashes()`, and those of the document

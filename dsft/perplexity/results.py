@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from dsft.config.reader import Values
 from dsft.errors import UserError
 from dsft.perplexity.modes import Windows
 from dsft.perplexity.sums import (
@@ -35,7 +36,7 @@ from dsft.perplexity.sums import (
     result_intervals,
 )
 from dsft.runtime import distributed
-from dsft.units import GiB, plural, write_json
+from dsft.units import GiB, JsonObject, plural, write_json
 
 if TYPE_CHECKING:  # results are read without torch
     import torch
@@ -78,7 +79,7 @@ class Evaluation:
     data: str
     protocol: str | None  # the option; with it, `perplexity` in the report is that protocol's
     mode: str
-    options: dict[str, Any]  # values of seq_len, stride, scope, bos, separator, dtype, batch_tokens ...
+    options: Values  # values of seq_len, stride, scope, bos, separator, dtype, batch_tokens ...
     zero: str
     ranks: int
     machine: str  # of the whole job: nodes, ranks and their memory
@@ -99,7 +100,7 @@ class Evaluation:
     document_texts: list[str] = field(default_factory=list)  # an excerpt of each document, from its scored part
     is_known: bool = False  # whether it is from an earlier evaluation
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         """Return the report for perplexity.json; the modes are defined in dsft/perplexity/modes.py."""
         result = self.perplexity
         report = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in UNREPORTED}
@@ -133,11 +134,11 @@ class Evaluation:
         return self.model, self.data, self.protocol or ""
 
     @functools.cached_property
-    def intervals(self) -> dict[str, Any]:
+    def intervals(self) -> JsonObject:
         return result_intervals(self.perplexity)
 
     @functools.cached_property
-    def groups(self) -> dict[str, list[dict[str, Any]]]:
+    def groups(self) -> dict[str, list[JsonObject]]:
         """By column: group, nats, tokens, perplexity and its interval for each value with scored tokens."""
         groups = {}
         for name, labels_D in self.document_groups.items():
@@ -157,7 +158,7 @@ class Evaluation:
         return groups
 
     @functools.cached_property
-    def divergence(self) -> dict[str, Any] | None:
+    def divergence(self) -> JsonObject | None:
         """The distance of the model's predictions from the reference's: means over scored tokens of kl (of the model
         from the reference) and reverse_kl in nats, and same_top, a share; their 95 % intervals over documents.
         """
@@ -304,7 +305,7 @@ class Results:
         distributed.on_rank_0(write)
 
 
-def read_back(report: dict[str, Any], table: pyarrow.Table) -> Evaluation:
+def read_back(report: JsonObject, table: pyarrow.Table) -> Evaluation:
     """Return the evaluation that this report and these documents describe."""
     reference_loss = report["reference_loss"]
     documents = {f"document_{name}": table[name].to_numpy() for name in DOCUMENT_COLUMNS}

@@ -13,14 +13,13 @@ Shape suffixes: D documents, W windows, B blocks, U units, K sums of each.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from scipy.special import bdtr, stdtrit
 
 from dsft.errors import TrainingStopped
 from dsft.perplexity.modes import Windows
-from dsft.units import in_digits
+from dsft.units import JsonObject, in_digits
 
 STEPS = 2.0**28  # per nat; fp32 logits above 1/32 are no finer
 FEWEST_DOCUMENTS = 2  # with fewer scored documents, intervals are over blocks of windows
@@ -206,7 +205,7 @@ def merge_blocks(nats_B: np.ndarray, tokens_B: np.ndarray) -> tuple[np.ndarray, 
     return np.add.reduceat(nats_B, starts), np.add.reduceat(tokens_B, starts)
 
 
-def result_intervals(result: Perplexity) -> dict[str, Any]:
+def result_intervals(result: Perplexity) -> JsonObject:
     """Return the 95 % intervals of one result, as in its report, and their units in words; NaN if there are fewer than
     two units. Bit-identical for the same numpy and scipy.
     """

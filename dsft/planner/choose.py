@@ -10,9 +10,8 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from dsft.config.deepspeed import compose, get_value, offloads, read_zero_file
+from dsft.config.deepspeed import DeepSpeedJson, compose, get_value, offloads, read_zero_file
 from dsft.models.chunked_head import ROW_TILE, VOCAB_TILE
 from dsft.models.measure import ModelFacts, ModelSize
 from dsft.planner.activations import LIGER_MODELS, attention_of
@@ -32,7 +31,7 @@ from dsft.planner.memory import (
 )
 from dsft.planner.speed import cards_named, speeds_of, step_seconds
 from dsft.runtime.hardware import Machine
-from dsft.units import Batch, GiB, in_time, padded_width
+from dsft.units import Batch, GiB, JsonObject, in_time, padded_width
 
 NAMES = ("0", "1", "2", "3", "3-hpz", "2-offload", "3-offload-optimizer", "3-offload-param", "3-offload")
 """Candidates, simplest first: of two that are equally fast, the first wins."""
@@ -72,7 +71,7 @@ class Needs:
     fits: bool
 
 
-def add_up(terms: list[Term], machine: Machine, *, stage: int) -> dict[str, Any]:
+def add_up(terms: list[Term], machine: Machine, *, stage: int) -> JsonObject:
     """Return the sums of the terms on a machine: the fields of `Needs`."""
     device = peak_bytes(terms, "device")
     host = peak_bytes(terms, "host")
@@ -102,7 +101,7 @@ class Plan(Needs):
     micro_batch: int  # sequences of one forward on one rank
     accumulation: int  # micro batches of one optimizer step
     sequence_parallel: int  # ranks that share each micro batch
-    deepspeed_config: dict[str, Any]  # what training gets; "auto" numbers are left to transformers
+    deepspeed_config: DeepSpeedJson  # what training gets; "auto" numbers are left to transformers
     step_seconds: float
     tokens_per_step: int  # over all ranks
     has_time_estimate: bool  # whether `step_seconds` may be shown, and not only ranks plans: the GPU is known by name
@@ -128,7 +127,7 @@ class Plan(Needs):
         return text
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: Plan) -> JsonObject:
     return dataclasses.asdict(plan) | {"tokens_per_second": plan.tokens_per_second}
 
 
@@ -196,8 +195,8 @@ def batches(job: Job, machine: Machine) -> Iterator[Batch]:
 
 
 def settings(
-    name: str, zero_file: dict[str, Any] | None, job: Job, machine: Machine, accumulation: int
-) -> list[dict[str, Any]]:
+    name: str, zero_file: DeepSpeedJson | None, job: Job, machine: Machine, accumulation: int
+) -> list[DeepSpeedJson]:
     """Return the configuration with numbers for this model (of a user's JSON only "auto"), then smaller variants."""
     hpz_ranks = None if zero_file else machine.ranks_per_node
     config = compose(zero_file or read_zero_file(name, []), hpz_ranks=hpz_ranks, bf16_states=job.bf16_states)
@@ -229,7 +228,7 @@ def settings(
     return configs
 
 
-def _fit_numbers(name: str, zero: dict[str, Any], job: Job, machine: Machine) -> None:
+def _fit_numbers(name: str, zero: DeepSpeedJson, job: Job, machine: Machine) -> None:
     """Size the buckets and sub-groups of a named configuration for this model."""
     size = job.size
     ranks = machine.world_size
@@ -260,7 +259,7 @@ def wants_fp32_sums(job: Job, accumulation: int) -> bool:
     return job.fp32_accumulation and job.dtype != "float32"
 
 
-def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
+def stage_3_buckets(zero: DeepSpeedJson, size: ModelSize) -> dict[str, int]:
     """Choose the "auto" entries of a stage-3 section; small collectives would be dominated by their latency."""
     # The largest adapter that stays gathered: else each is a collective of its own over a few thousand elements.
     adapters = 0
@@ -281,7 +280,7 @@ def stage_3_buckets(zero: dict[str, Any], size: ModelSize) -> dict[str, int]:
 # ---- plans
 
 
-def all_plans(job: Job, machine: Machine, *, zero: str = "auto", zero_file: dict[str, Any] | None = None) -> list[Plan]:
+def all_plans(job: Job, machine: Machine, *, zero: str = "auto", zero_file: DeepSpeedJson | None = None) -> list[Plan]:
     """Return a plan for each configuration, micro batch, and share of recomputed layers: with the first of its settings
     that fits, else with the last, which needs least.
 
@@ -378,7 +377,7 @@ def reason(chosen: Plan, machine: Machine, *, zero: str = "auto") -> str:
     return f"{asked}{chosen.label} is the fastest that fits{speed}: {memory}."
 
 
-def unmodelled(job: Job, deepspeed_config: dict[str, Any]) -> list[str]:
+def unmodelled(job: Job, deepspeed_config: DeepSpeedJson) -> list[str]:
     """What a job and its configuration ask for and the plan does not model, one sentence each."""
     notes = []
     optimizer = optimizer_name(deepspeed_config, job.optimizer)
@@ -425,7 +424,7 @@ def tokens_at_once(batch_tokens: int | None, seq_len: int, *, has_gpu: bool) -> 
     return max(padded_width(seq_len), batch_tokens or DEFAULT_BATCH_TOKENS[has_gpu])
 
 
-def evaluation_section(zero: str, ranks_per_node: int) -> dict[str, Any]:
+def evaluation_section(zero: str, ranks_per_node: int) -> DeepSpeedJson:
     """Return training's zero_optimization without the optimizer, and with DeepSpeed's defaults in place of "auto"."""
     hpz_ranks = None if zero.endswith(".json") else ranks_per_node
     section = compose(read_zero_file(zero, []), hpz_ranks=hpz_ranks)["zero_optimization"]

@@ -10,11 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from dsft.config.deepspeed import get_value
+from dsft.config.deepspeed import DeepSpeedJson, get_value
 from dsft.runtime.hardware import COMMUNICATOR_BYTES, CONTEXT_BYTES, Machine
 from dsft.units import DTYPE_BYTES, GB, Batch
 
@@ -71,7 +71,7 @@ DEFAULT_OPTIMIZER = "adamw_torch_fused"  # transformers' default
 PLANNED_AS = "adamw_torch"  # stands in for optimizers that are not in the table; the plan notes it
 
 
-def optimizer_name(deepspeed_config: dict[str, Any], optim: str | None) -> str:
+def optimizer_name(deepspeed_config: DeepSpeedJson, optim: str | None) -> str:
     """Return the optimizer that the DeepSpeed configuration names, if it names one, else `optim`."""
     kind = get_value(deepspeed_config, "optimizer.type")
     if kind:
@@ -79,7 +79,7 @@ def optimizer_name(deepspeed_config: dict[str, Any], optim: str | None) -> str:
     return (optim or DEFAULT_OPTIMIZER).removeprefix("paged_")
 
 
-def optimizer_memory(deepspeed_config: dict[str, Any], optim: str | None, *, weight_bytes: int) -> OptimizerMemory:
+def optimizer_memory(deepspeed_config: DeepSpeedJson, optim: str | None, *, weight_bytes: int) -> OptimizerMemory:
     """Look up an optimizer's memory, as the DeepSpeed configuration changes it. `weight_bytes`: of one weight."""
     name = optimizer_name(deepspeed_config, optim)
     memory = OPTIMIZERS.get(name, OPTIMIZERS[PLANNED_AS])
@@ -192,11 +192,11 @@ _measured: dict[tuple, "Activations"] = {}
 FP32 = ("fp32", "float32")  # as a DeepSpeed JSON names the type
 
 
-def sums_in_fp32(deepspeed_config: dict[str, Any]) -> bool:
+def sums_in_fp32(deepspeed_config: DeepSpeedJson) -> bool:
     return get_value(deepspeed_config, "data_types.grad_accum_dtype") in FP32
 
 
-def resolve_auto(zero_section: dict[str, Any], hidden_size: int) -> dict[str, Any]:
+def resolve_auto(zero_section: DeepSpeedJson, hidden_size: int) -> DeepSpeedJson:
     """Read the section as DeepSpeed does; "auto" is filled in as by transformers (integrations/deepspeed.py)."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds
 
@@ -216,7 +216,7 @@ def resolve_auto(zero_section: dict[str, Any], hidden_size: int) -> dict[str, An
 class ZeroLayout:
     """How ZeRO distributes a model over the ranks, as far as memory and time depend on it."""
 
-    def __init__(self, job: Job, deepspeed_config: dict[str, Any], machine: Machine, *, accumulation: int):
+    def __init__(self, job: Job, deepspeed_config: DeepSpeedJson, machine: Machine, *, accumulation: int):
         self.job = job
         self.size = size = job.size
         self.machine = machine
