@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from dsft.checkpoints.manifest import read_manifest
 from dsft.checkpoints.run_folder import FROM_WEIGHTS
-from dsft.checkpoints.save import trained_shapes
+from dsft.checkpoints.save import Shapes, trained_shapes
 from dsft.errors import UserError
 from dsft.models.weight_files import FP32, ZeroShards
 from dsft.units import JsonObject
@@ -35,7 +35,7 @@ TRAINED_ELEMENTS = "trained elements"  # in a run's identity: number of trained 
 
 
 def run_identity(
-    shapes: dict[str, tuple[int, ...]],
+    shapes: Shapes,
     *,
     data: JsonObject,
     seed: int,

@@ -48,6 +48,7 @@ DISK_ERRORS = re.compile(
     r"|PytorchStreamWriter|inline_container|iostream error|Parent directory .* does not exist"  # torch's zip writer
 )
 """Disk errors of libraries that are not an OSError."""
+Shapes = dict[str, tuple[int, ...]]  # of parameters by name
 
 
 @dataclass
@@ -150,7 +151,7 @@ def missing_shards(folder: Path, world_size: int, *, sharded: bool) -> list[str]
     return errors
 
 
-def trained_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def trained_shapes(model: nn.Module) -> Shapes:
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     return shapes_of(trained)
 
@@ -175,7 +176,7 @@ def gathered(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     return {name: copies[parameter] for name, parameter in parameters.items() if parameter in copies}
 
 
-def shapes_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
+def shapes_of(parameters: Mapping[str, nn.Parameter]) -> Shapes:
     """Return the unsharded shapes of parameters, also under ZeRO-3."""
     return {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
 
