@@ -50,6 +50,6 @@ def test_an_epoch_without_a_full_step_is_refused_where_the_rest_is_left_out(load
 def test_a_seed_of_the_data_of_0_is_a_seed(load):
     def held_out(**training):
         items = load(eval_fraction=0.5, training=training).held_out
-        return sorted(tuple(item["input_ids"]) for item in items)
+        return sorted(tuple(item["input_ids"]) for (item,) in items)
 
     assert held_out(data_seed=0, seed=5) == held_out(seed=0) != held_out(seed=5)
