@@ -6,6 +6,7 @@ what needs the model, the data, the machine or the DeepSpeed JSON.
 """
 
 import dataclasses
+import difflib
 import math
 import os
 import re
@@ -52,6 +53,8 @@ SCALARS = {
 EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)e[-+]?[0-9]+", re.IGNORECASE)
 """A number such as 1e-6, which YAML 1.1 reads as a text."""
 MOST = 10**9  # for every whole number: larger ones are slips, and counters of libraries overflow
+MOST_CHOICES = 20
+"""Of an error; of more, such as 41 optimizers, it shows the nearest."""
 MORE_THAN_0 = sys.float_info.min
 LESS_THAN_1 = 1 - sys.float_info.epsilon
 _BOUNDS = {
@@ -439,7 +442,11 @@ def _choice(value: Any, choices: Sequence[Any]) -> Any:
     names = [str(choice) for choice in choices]
     if text in names:
         return choices[names.index(text)]
-    raise ValueError(f"invalid choice: {text!r} (choose from {', '.join(names)}){nearest(text, names)}")
+    shown = names
+    if len(names) > MOST_CHOICES:
+        alike = [name for name in names if text in name] or difflib.get_close_matches(text, names, n=5, cutoff=0)
+        shown = [*alike[:5], "..."]
+    raise ValueError(f"invalid choice: {text!r} (choose from {', '.join(shown)}){nearest(text, names)}")
 
 
 def _convert_scalar(value: Any, hint: type) -> Any:

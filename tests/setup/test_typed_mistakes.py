@@ -46,6 +46,8 @@ CASES = {
     f"{TRAIN} --zero nowhere.json": "zero=nowhere.json: cannot be read",
     f"{TRAIN} --deepspeed x.json": "deepspeed: dsft sets up sharding itself",
     f"{TRAIN} --eval_strategy step": "eval_strategy: invalid choice: 'step' (choose from",
+    f"{TRAIN} --optim adam": "(choose from adamw_torch, adamw_torch_fused, adamw_torch_xla, adamw_torch_npu_fused,"
+    " adamw_anyprecision, ...)",
     f"{TRAIN} --report_to tensorbord": "report_to=tensorbord: tensorbord is not supported, only",
     f"{TRAIN} --report_to wandb": "pip install wandb",
     f"{TRAIN} --attn_implementation flash": "flash",
