@@ -34,11 +34,11 @@ TOWER = {
     **{"head_dim": 8, "num_global_layers": 1, "encoder_attention_heads": 4},
 }
 TOWERS = {
-    transformers.Dots3NoteVisionConfig: {
+    "Dots3NoteVisionConfig": {
         **{"num_heads": 4, "adapter_in_dim": 32, "adapter_out_dim": 64, "pyramid_num_routed": [2]},
     },
-    transformers.Dots3NoteAudioConfig: {"adapter_out_dim": 64, "adapter_input_size": 32},
-    transformers.Emu3VQVAEConfig: {"base_channels": 32, "attn_resolutions": []},
+    "Dots3NoteAudioConfig": {"adapter_out_dim": 64, "adapter_input_size": 32},
+    "Emu3VQVAEConfig": {"base_channels": 32, "attn_resolutions": []},
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 EMU_IMAGE_WORDS = {"<image>": 380, "<|extra_200|>": 381} | {f"<|visual token {i:06}|>": 300 + i for i in range(64)}
@@ -63,6 +63,8 @@ CAUSAL = {
 """Composite classes of transformers' causal-LM mapping, with what their text configs have of their own. Gemma3n needs
 the package timm.
 """
+for newer in CAUSAL.keys() - CONFIG_MAPPING.keys():  # than the oldest transformers
+    del CAUSAL[newer]
 IMAGE = {
     "glm4v": {"rope_parameters": ROPE},
     "kimi_k25": {},
@@ -111,7 +113,8 @@ def package_config(model_type: str) -> PreTrainedConfig:
             return {
                 name: value for name, value in TEXT.items() if name in vars(part) and name not in derived
             } | settings
-        return {name: v for name, v in TOWER.items() if type(vars(part).get(name)) is int} | TOWERS.get(type(part), {})
+        common = {name: value for name, value in TOWER.items() if type(vars(part).get(name)) is int}
+        return common | TOWERS.get(type(part).__name__, {})
 
     if text is default:
         return type(default)(**values(default))

@@ -46,6 +46,10 @@ BYTES_PER_TOKEN = 200
 """Upper bound for a tokenizer's files: Llama 3's have 134."""
 SMALL_FILES_BYTES = 100_000
 """Of the config, the model card, the training arguments and run.json."""
+CHECKPOINTING = "activation_checkpointing"
+if not hasattr(TrainingArguments, CHECKPOINTING):  # before transformers 5.23
+    CHECKPOINTING = "gradient_checkpointing"
+CHECKPOINTING_KWARGS = f"{CHECKPOINTING}_kwargs"
 ON_HOST = ("adamw_torch_fused", "adamw_torch", "paged_adamw_32bit", "lion_32bit", "paged_lion_32bit")
 """Values of `optim` that DeepSpeed's CPU optimizers may replace under offload, with the same arithmetic."""
 NOT_OVER_SHARDS = {
@@ -178,7 +182,7 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
         values.setdefault("save_strategy", values["eval_strategy"])
     values.pop("gradient_checkpointing", None)  # the plan decides
     if "gradient_checkpointing_kwargs" in values:
-        values.setdefault("activation_checkpointing_kwargs", values.pop("gradient_checkpointing_kwargs"))
+        values.setdefault(CHECKPOINTING_KWARGS, values.pop("gradient_checkpointing_kwargs"))
     values = {name: value for name, value in values.items() if name not in IGNORED_ARGUMENTS}
     return values | {
         "use_cpu": not has_gpu(),
@@ -191,7 +195,7 @@ def with_defaults(options: TrainConfig) -> dict[str, Any]:
 
 def checkpointing_kwargs(options: TrainConfig) -> dict[str, Any]:
     """Returns activation_checkpointing_kwargs, given by either name; raises ValueError for a text that is not JSON."""
-    kwargs = with_defaults(options).get("activation_checkpointing_kwargs") or {}
+    kwargs = with_defaults(options).get(CHECKPOINTING_KWARGS) or {}
     if not isinstance(kwargs, dict):
         raise ValueError(f"activation_checkpointing_kwargs={kwargs}: must be a JSON object")
     return dict(kwargs)
@@ -202,7 +206,7 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
     values = with_defaults(options) | {
         "per_device_train_batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
-        "activation_checkpointing": plan.activation_checkpointing,
+        CHECKPOINTING: plan.activation_checkpointing,
         # The engine counts each rank's micro batches, even if ranks share sequences.
         "deepspeed": plan.deepspeed_config | {"train_batch_size": "auto"},
         "accelerator_config": {"non_blocking": has_gpu()},  # the host does not wait for copies to the GPU
@@ -212,8 +216,8 @@ def training_arguments(options: TrainConfig, plan: Plan) -> TrainingArguments:
         kwargs.pop("offload", None)  # activations are in host memory already
     if plan.activation_checkpointing and kwargs.get("every_n_layers", 1) != plan.checkpoint_every:
         kwargs["every_n_layers"] = plan.checkpoint_every
-    if kwargs or "activation_checkpointing_kwargs" in values:
-        values["activation_checkpointing_kwargs"] = kwargs
+    if kwargs or CHECKPOINTING_KWARGS in values:
+        values[CHECKPOINTING_KWARGS] = kwargs
     if values.get("use_liger_kernel"):  # its forward with a loss would replace the tiled loss
         given = values.get("liger_kernel_config") or {}
         values["liger_kernel_config"] = given | {"fused_linear_cross_entropy": False, "cross_entropy": False}

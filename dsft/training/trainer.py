@@ -19,7 +19,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from peft import PeftModel
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainingArguments
+from transformers import GenerationConfig, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, is_deepspeed_zero3_enabled
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback, TrainerCallback
 
@@ -615,17 +615,18 @@ class PerplexityTrainer(Trainer):
     def _save(self, output_dir=None, state_dict=None):
         """Writes the weights, and what dsft adds to their folder."""
         save = self._staged_save
-        if self.model.can_generate():
-            # transformers writes an invalid config (a temperature without do_sample, as in Vicuna) only if it is
-            # unchanged since loading. The Trainer and `stop_at` have set its special tokens.
-            generation = self.model.generation_config
-            generation._original_object_hash = hash(generation)
+        generation = self.model.generation_config
+        # Written below. transformers refuses one with a temperature but without do_sample (Vicuna's); peft writes none.
+        self.model.generation_config = GenerationConfig()
         super()._save(output_dir, state_dict)
-        if save is None or not self.args.should_save:
+        self.model.generation_config = generation
+        if not self.args.should_save:
             return
-        if isinstance(self.model, PeftModel):  # peft saves none: the adapter's stop tokens would be lost
-            text = self.model.generation_config.to_json_string()
-            (Path(output_dir) / "generation_config.json").write_text(text, encoding="utf-8")
+        if generation:
+            file = Path(output_dir) / "generation_config.json"
+            file.write_text(generation.to_json_string(), encoding="utf-8")
+        if save is None:
+            return
         add_keys_of_transformers_4(Path(output_dir), self.processing_class.name_or_path)
         if save.folder.name == FINAL:
             if not isinstance(self.model, PeftModel):

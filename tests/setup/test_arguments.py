@@ -18,6 +18,8 @@ from dsft.errors import UserError
 from dsft.models.package import FORMATS
 from dsft.runtime.hardware import this_machine
 from dsft.setup.arguments import (
+    CHECKPOINTING,
+    CHECKPOINTING_KWARGS,
     accelerate_decisions,
     batch_decisions,
     check_machine,
@@ -78,7 +80,7 @@ def _told(many: list[TrainConfig]) -> list[tuple]:
     for options in many:
         args = training_arguments(options, PLAN)
         batch = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
-        told.append((*batch, args.activation_checkpointing, args.activation_checkpointing_kwargs))
+        told.append((*batch, getattr(args, CHECKPOINTING), getattr(args, CHECKPOINTING_KWARGS)))
     return told
 
 
@@ -107,7 +109,7 @@ def test_the_plan_decides_batches_and_checkpointing(tmp_path):
         TrainConfig(training=training),
         TrainConfig(training=training | {"per_device_train_batch_size": 7, "gradient_checkpointing": False}),
         TrainConfig(training=training, packing=True),
-        TrainConfig(training=training | {"activation_checkpointing_kwargs": {"use_reentrant": True}}),
+        TrainConfig(training=training | {CHECKPOINTING_KWARGS: {"use_reentrant": True}}),
     ]
     plain, explicit, packed, reentrant = on_ranks(1, _told, many)[0]
     assert plain == explicit == packed == (3, 2, True, {"every_n_layers": 2})
