@@ -139,7 +139,7 @@ def rows_of_dsft(args: argparse.Namespace, method: str, run: Path) -> list[dict]
     options = make_config(TrainConfig, dsft_options(args, method, run), problems)
     checked = check_run(options, this_machine(ranks_per_node=1), problems)
     data = load_training_data(checked.options, list(checked.data), [], checked.tokenizer)
-    return [{key: value.tolist() for key, value in data.items[i].items()} for i in range(BATCH * args.steps)]
+    return [{key: value.tolist() for key, value in data.items[i][0].items()} for i in range(BATCH * args.steps)]
 
 
 def train_by_dsft(args: argparse.Namespace, method: str, run: Path) -> None:

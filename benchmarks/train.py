@@ -166,8 +166,10 @@ def prepare(folder: Path, rows: list[Row]) -> None:
                 order = list(EpochSampler(data.items, per_step=BATCH, seed=SEED, step=lambda: 0))
                 order = order[: STEPS * BATCH]
             items = [data.items[i] for i in order]
-            made = [joined(item) if pack else {key: values.tolist() for key, values in item.items()} for item in items]
-            (folder / row_file(row, packed=pack)).write_text(json.dumps(made), encoding="utf-8")
+            made = map(joined, items)
+            if not pack:
+                made = ({key: values.tolist() for key, values in each.items()} for (each,) in items)
+            (folder / row_file(row, packed=pack)).write_text(json.dumps([*made]), encoding="utf-8")
 
 
 def joined(sequences: list[dict]) -> dict:

@@ -195,7 +195,8 @@ def find_sources(entries: list[str], config: DataFields, *, key: str, problems: 
             problems.append(f"{key}: {error}")
             continue
         of_split = files
-        split_of = {file: _split_of(file, files) for file in files}
+        common = os.path.commonpath(files) if files else ""
+        split_of = {file: _split_of(str(file).removeprefix(common)) for file in files}
         if len({*split_of.values()}) > 1:
             wanted = {part.partition("[")[0] for part in split.split("+")}
             of_split = [file for file in files if split_of[file] in wanted]
@@ -248,10 +249,9 @@ def _find_files(entry: str) -> list[Path]:
     return files
 
 
-def _split_of(file: Path, files: list[Path]) -> str:
-    """Returns the split that the last such word in a file's path names, beyond what `files` share; else train."""
-    common = len(os.path.commonpath(files))
-    words = re.split(r"[-._ 0-9/]+", str(file)[common:].lower())
+def _split_of(path: str) -> str:
+    """Returns the split that the last such word in a path names; else train."""
+    words = re.split(r"[-._ 0-9/]+", path.lower())
     return next((SPLITS[word] for word in reversed(words) if word in SPLITS), "train")
 
 
