@@ -534,7 +534,8 @@ def _call(call: Any, place: str, schemas: Schemas) -> Message:
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{place}: the arguments of {name}")
     else:
-        arguments = _real_values(arguments, schemas.get(name))
+        schema = schemas.get(name)
+        arguments = _real_values(arguments, _variants([schema], schema), schema)
     if not isinstance(arguments, dict):
         raise ValueError(f"{place}: the arguments of {name} must be an object; they are {arguments!r:.80}")
     openai_call = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -543,41 +544,60 @@ def _call(call: Any, place: str, schemas: Schemas) -> Message:
     return openai_call
 
 
-def _allows_null(schema: Any) -> bool:
-    """Returns whether a JSON schema allows null."""
-    if not isinstance(schema, dict):
-        return False
-    if schema.get("nullable") is True or "null" in (schema.get("type") or ()) or None in (schema.get("enum") or ()):
-        return True
-    return any(map(_allows_null, [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]))
+def _variants(found: list[Any], root: Any) -> list[dict[str, Any]]:
+    """Lists JSON schemas with the alternatives of each, and those that local `$ref`s name in the schema `root`."""
+    variants = []
+    while found:
+        variant = found.pop()
+        if not isinstance(variant, dict) or variant in variants:
+            continue
+        variants.append(variant)
+        for key in ("anyOf", "oneOf", "allOf"):
+            found += variant.get(key) or []
+        target = root
+        for key in str(variant.get("$ref")).removeprefix("#/").split("/"):
+            target = target.get(key) if isinstance(target, dict) else None
+        found.append(target)
+    return variants
 
 
-def _without_nulls(schema: Any) -> Any:
+def _allows_null(variants: list[dict[str, Any]]) -> bool:
+    return any(
+        variant.get("nullable") or "null" in (variant.get("type") or ()) or None in (variant.get("enum") or ())
+        for variant in variants
+    )
+
+
+def _without_nulls(schema: Any, root: Any = None) -> Any:
     """Removes keys of a schema that are null, except the default of a nullable value."""
     if isinstance(schema, list):
-        return [_without_nulls(item) for item in schema]
+        return [_without_nulls(item, root) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    root = root or schema.get("parameters")
     real = {}
     for key, value in schema.items():
-        if value is not None or (key == "default" and _allows_null(schema)):
-            real[key] = _without_nulls(value)
+        if value is not None or (key == "default" and _allows_null(_variants([schema], root))):
+            real[key] = _without_nulls(value, root)
     return real
 
 
-def _real_values(value: Any, schema: Any) -> Any:
-    """Removes arguments that are null although their schema does not allow it."""
-    schema = schema if isinstance(schema, dict) else {}
+def _real_values(value: Any, variants: list[dict[str, Any]], root: Any) -> Any:
+    """Removes arguments that are null although no variant of their schema allows it."""
     if isinstance(value, list):
-        return [_real_values(item, schema.get("items")) for item in value]
+        of_item = _variants([variant.get("items") for variant in variants], root)
+        return [_real_values(item, of_item, root) for item in value]
     if not isinstance(value, dict):
         return value
-    properties = schema.get("properties") or {}
     real = {}
     for key, item in value.items():
-        of_item = properties.get(key, schema.get("additionalProperties"))
+        schemas = []
+        for variant in variants:
+            properties = variant.get("properties") or {}
+            schemas.append(properties.get(key, variant.get("additionalProperties")))
+        of_item = _variants(schemas, root)
         if item is not None or _allows_null(of_item):
-            real[key] = _real_values(item, of_item)
+            real[key] = _real_values(item, of_item, root)
     return real
 
 

@@ -234,6 +234,31 @@ def test_null_is_an_argument_or_a_default_where_the_tool_s_schema_allows_it_and_
     assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"gauge": None}
 
 
+def test_null_is_an_argument_where_a_local_reference_of_the_schema_allows_it():
+    """As Pydantic writes the schema of nested models, and of models that contain themselves."""
+    place = {"type": "object", "properties": {"name": {"type": "string"}, "height": {"$ref": "#/$defs/Height"}}}
+    place["properties"]["inside"] = {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}
+    parameters = {
+        "type": "object",
+        "$defs": {"Height": SCHEMA["since"], "Place": place, "Loop": {"$ref": "#/$defs/Loop"}},
+        "properties": {
+            "place": {"$ref": "#/$defs/Place"},
+            "others": {"anyOf": [{"type": "array", "items": {"allOf": [{"$ref": "#/$defs/Place"}]}}, {"type": "null"}]},
+            "height": {"$ref": "#/$defs/Height", "default": None},
+            "loop": {"$ref": "#/$defs/Loop"},
+            "elsewhere": {"$ref": "https://example.org/schema"},
+        },
+    }
+    tool = {"type": "function", "function": {"name": "level", "parameters": parameters}}
+    inside = {"name": "b", "height": None, "inside": None}
+    real = {"place": {"name": "a", "height": None, "inside": inside}, "others": [inside], "height": None}
+    filled = {"place": real["place"] | {"angle": None}, "others": [inside | {"name": None}], "loop": None}
+    chat = made({"messages": [QUESTION, calling(real | filled | {"elsewhere": None})], "tools": [tool]})
+    assert chat.tools == [tool]
+    expected = real | {"others": [{"height": None, "inside": None}]}
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == expected
+
+
 @pytest.mark.parametrize("column", ["tools", "functions", "tool_defs", "available_tools"])
 def test_tools_are_read_from_their_columns_and_a_call_of_none_is_refused(column):
     messages = [QUESTION, calling({"gauge": "g"})]
