@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import re
+import string
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -29,7 +30,6 @@ _EMPTY_THINKING = re.compile(
     r"|<\|START_THINKING\|>\s*<\|END_THINKING\|>)\s*"
 )
 _THINKING_END = re.compile(r"(?:</(?:think|thinking|thought|seed:think)>|<channel\|>|\[/THINK\]|<\|END_THINKING\|>)\s*")
-_DAY = re.compile(r"""strftime_now\(\s*["']([^"']*)["']\s*\)""")
 _THINKING_OPENS = re.compile(r"<think>\s*$")
 _CLOSED_THINKING = "\n</think>\n\n"  # as templates write it after reasoning
 _WAY_OUT = (
@@ -79,7 +79,11 @@ class ChatRenderer:
         self.template = tokenizer.get_chat_template(tools=chat.tools or None)
         if rules.chat_date:  # transformers has no way to pass another date to a template
             day = date.fromisoformat(rules.chat_date)
-            self.template = _DAY.sub(lambda match: json.dumps(day.strftime(match[1])), self.template)
+            filters = ""
+            for directive in (*string.ascii_letters, "-d", "-m"):
+                filters += f"|replace('%{directive}', '{day:%{directive}}')"
+            macro = f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}"
+            self.template = f"{macro}\n{self.template}"
         self.forms = _forms(tokenizer, self.template, len(tokenizer))
         self.notes = {}  # rendered_apart, unrendered, unprompted, empty_thinking -> why
         answers = [turn for turn, message in enumerate(self.source) if message["role"] == "assistant"]

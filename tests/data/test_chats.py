@@ -279,9 +279,11 @@ def test_a_template_prints_the_day_that_is_given():
         tokens = made(CHATS["one turn"], tokenizer, chat_date="2001-02-03")
         assert day in tokenizer.decode(tokens.ids)
         assert made(CHATS["one turn"], tokenizer).ids.tolist() != tokens.ids.tolist()
-    tokenizer = tokenizer_for("dated", "{{ strftime_now( '%d %b' ) }}" + TEMPLATES["qwen2_5"])
-    tokens = made(CHATS["one turn"], tokenizer, chat_date="2001-02-03")
-    assert tokenizer.decode(tokens.ids).startswith("03 Feb")
+    in_variable = "{% set format = '%A, %-d %B %Y' %}{{ strftime_now(format) }}"
+    for asks, day in (("{{ strftime_now( '%d %b' ) }}", "03 Feb"), (in_variable, "Saturday, 3 February 2001")):
+        tokenizer = tokenizer_for(asks, f"\n  {{% if true %}}\n  Day: {{% endif %}}{asks}" + TEMPLATES["qwen2_5"])
+        tokens = made(CHATS["one turn"], tokenizer, chat_date="2001-02-03")
+        assert tokenizer.decode(tokens.ids).startswith(f"\n  Day: {day}<|im_start|>")
 
 
 def test_what_a_template_leaves_out_is_refused_by_name_or_left_out_and_counted():
