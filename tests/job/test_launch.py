@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import yaml
 from conftest import flags, read_json
@@ -106,6 +107,19 @@ def test_a_job_keeps_its_code_on_a_disk_that_is_read_only_by_now(tmp_path):
 def test_no_secret_reaches_a_command_line():
     environment = {"HF_TOKEN": "s", "HF_HOME": "/a", "MLFLOW_TRACKING_URI": "https://u:p@host", "NCCL_IB_PKEY": "1"}
     assert forwarded(environment).keys() == {"HF_HOME", "NCCL_IB_PKEY", "PYTHONPATH"}
+
+
+@pytest.mark.launch
+def test_ctrl_c_during_the_check_before_the_start_is_one_line(options, tmp_path):
+    """A terminal sends it to every process of the foreground, also to one that still imports."""
+    words = flags(options(tmp_path / "run"))
+    command = [sys.executable, "-m", "dsft.cli.main", "launch", "--no_preflight", "--num_gpus", "2", "train", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    assert process.stdout.readline().startswith(b"dsft: checking options")
+    while not psutil.Process(process.pid).children():
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate()[0] == b"dsft: interrupted (Ctrl-C)\n" and process.returncode == 130
 
 
 @pytest.mark.launch
