@@ -165,7 +165,7 @@ _OTHER_FORM = {
     "use_peft use_lora finetuning_type": "method is full, lora or qlora",
     "load_in_4bit load_in_8bit quantization_bit": "use method: qlora with quantization: nf4 or int8",
     "lora_target_linear": "not needed: all linear layers are adapted by default",
-    "datasets dataset": "data is a list of files or hub data sets, such as [a.jsonl, owner/name:config:split]",
+    "datasets dataset dataset_mixer": "data is a list of files or hub data sets, as [a.jsonl, owner/name:config:split]",
     "train_on_inputs assistant_only_loss completion_only_loss": "train_on is answers (the default), all or last",
     "template": "chat_template is a Jinja file or a preset; the tokenizer's own is the default",
     "zero_stage": "zero is auto, 0, 1, 2, 3, or the path of a DeepSpeed JSON",
@@ -190,6 +190,7 @@ SAME_VALUES = {
     ("dtype", "fp32"): "float32",
     ("bf16", "auto"): None,  # dtype is auto
     ("lora_target_modules", "all"): "all-linear",
+    ("lora_target_modules", "['all']"): "all-linear",
     ("optim", "adamw"): "adamw_torch",
     ("report_to", "none"): "none",
     ("resume_from_checkpoint", "true"): "auto",

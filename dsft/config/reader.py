@@ -171,7 +171,8 @@ def training_types() -> Values:
 
 def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> tuple[Values | None, Values]:
     """Returns the options of `--config FILE` (or of a YAML file as the only word) and those of all other flags,
-    unchecked; None for a file that cannot be read. Raises UserError for any other word.
+    unchecked; None for a file that cannot be read. Raises UserError for any other word,
+    and for a file of another trainer.
     """
     flags, words = read_flags(argv)
     for word in words:
@@ -182,7 +183,14 @@ def read_file_and_flags(argv: Sequence[str], problems: list[str]) -> tuple[Value
     if path is None:
         return {}, flags
     if isinstance(path, str):
-        return read_yaml(path, problems), flags
+        values = read_yaml(path, problems)
+        foreign = sorted((OURS.keys() | HINTS.keys()) & (values or {}).keys())
+        if len(foreign) >= 3 and HINTS.keys() & foreign:
+            raise UserError(
+                f"{path}: options of another trainer: {', '.join(foreign)}; dsft convert {path} writes a run.yaml of"
+                " them"
+            )
+        return values, flags
     problems.append("--config: needs the path of one YAML file")
     return None, flags
 
@@ -324,21 +332,15 @@ def read_command(cls: type, argv: Sequence[str]) -> Any:
 def check_values(values: Values, types_by_name: Values, problems: list[str], *, also: type | None = None) -> Values:
     """Returns `values` converted to their fields' types; unknown keys and wrong types go to `problems`."""
     checked = {}
-    foreign = sorted(HINTS.keys() & values.keys() - types_by_name.keys())
-    if len(foreign) >= 3:
-        raise UserError(
-            f"options of another trainer: {', '.join(foreign)}; dsft convert FILE writes a run.yaml of them"
-        )
     for key, value in values.items():
         if key not in types_by_name:
             known = [*types_by_name, *(field_types(also) if also else ())]
             problems.append(f"{key}: {describe_unknown(key, known)}")
             continue
         hint = types_by_name[key]
-        if isinstance(value, (str, bool)):
-            value = SAME_VALUES.get((key, str(value).lower()), value)  # of other trainers
+        value = SAME_VALUES.get((key, str(value).lower()), value)  # of other trainers
         has_null = hint is Any or type(None) in typing.get_args(hint)
-        if value is None and (key == "report_to" or not has_null):
+        if value is None and not has_null:
             continue  # null in YAML is an unset option
         try:
             checked[key] = convert(value, hint)
@@ -407,7 +409,9 @@ def convert(value: Any, hint: Any) -> Any:
             except (yaml.YAMLError, RecursionError) as error:
                 raise ValueError(f"neither JSON nor YAML ({one_line(error)})") from None
         if not isinstance(value, dict):
-            raise ValueError(f"expected a mapping, got {value!r}")
+            raise ValueError(
+                f"expected a mapping such as '{{user: question, assistant: answer}}' for columns, got {value!r}"
+            )
         key_type, value_type = arguments or (Any, Any)
         converted = {}
         for key, item in value.items():

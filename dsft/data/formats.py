@@ -547,17 +547,16 @@ def _call(call: Any, place: str, schemas: Schemas) -> Message:
 def _variants(found: list[Any], root: Any) -> list[dict[str, Any]]:
     """Lists JSON schemas with the alternatives of each, and those that local `$ref`s name in the schema `root`."""
     variants = []
-    while found:
-        variant = found.pop()
-        if not isinstance(variant, dict) or variant in variants:
+    for schema in found:  # which grows
+        if not isinstance(schema, dict) or schema in variants:
             continue
-        variants.append(variant)
-        for key in ("anyOf", "oneOf", "allOf"):
-            found += variant.get(key) or []
+        variants.append(schema)
         target = root
-        for key in str(variant.get("$ref")).removeprefix("#/").split("/"):
+        for key in str(schema.get("$ref")).removeprefix("#/").split("/"):
             target = target.get(key) if isinstance(target, dict) else None
         found.append(target)
+        for key in ("anyOf", "oneOf", "allOf"):
+            found += schema.get(key) or []
     return variants
 
 
@@ -591,11 +590,10 @@ def _real_values(value: Any, variants: list[dict[str, Any]], root: Any) -> Any:
         return value
     real = {}
     for key, item in value.items():
-        schemas = []
-        for variant in variants:
-            properties = variant.get("properties") or {}
-            schemas.append(properties.get(key, variant.get("additionalProperties")))
-        of_item = _variants(schemas, root)
+        of_item = _variants(
+            [(variant.get("properties") or {}).get(key, variant.get("additionalProperties")) for variant in variants],
+            root,
+        )
         if item is not None or _allows_null(of_item):
             real[key] = _real_values(item, of_item, root)
     return real

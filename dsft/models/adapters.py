@@ -328,7 +328,9 @@ def grow_embeddings(model: PreTrainedModel, tokens: Iterable[int]) -> list[int]:
             with gather_params_ctx([parameter]):
                 if parameter.device.type != "meta":
                     parameter[rows] = 0
-                    mean = parameter.sum(0, dtype=torch.float32) / (len(parameter) - len(rows))
+                    parts = parameter.split(2**14)  # a sum of all would copy bfloat16 to float32 on a CPU
+                    total = sum(part.sum(0, dtype=torch.float32) for part in parts)
+                    mean = total / (len(parameter) - len(rows))
                     parameter[rows] = mean.to(parameter.dtype)
     return rows
 

@@ -27,10 +27,10 @@ from dsft.config.deepspeed import read_zero_file
 from dsft.config.options import UNQUANTISED, EvalConfig
 from dsft.config.reader import Values
 from dsft.data.formats import FormattedSource
-from dsft.errors import UserError, one_line, raise_if_any
+from dsft.errors import UserError, one_line
 from dsft.job import beat as watchdog
 from dsft.models.build import Candidate, build_model, check_weights, resolve_dtype
-from dsft.models.measure import ModelSize, check_sharding
+from dsft.models.measure import ModelSize
 from dsft.models.model_folder import with_bases
 from dsft.models.package import PACKAGES
 from dsft.models.tokenizer import check_ids
@@ -119,9 +119,6 @@ def _load(
     machine = replace(machine, device_bytes=machine.device_bytes // share, host_bytes=machine.host_bytes // share)
     # On one rank, since measured speeds may differ between hosts.
     zero = distributed.on_rank_0(lambda: [choose_zero(each, machine, dtype) for each in candidates])
-    for each, name in zip(candidates, zero, strict=True):
-        stage = 0 if name == "0" else 3
-        raise_if_any(check_sharding(each.facts.size, stage=stage, model=each.config.model))
     models = [None] * share
     # Sharded models last: while one is loaded, transformers would also shard every other one.
     for place in sorted(range(share), key=lambda place: zero[place] != "0"):

@@ -6,6 +6,7 @@
 `check_run` -> `decide_run` -> `plan_run`. So a plan is that of the training, and is refused if the training is.
 """
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from dsft.checkpoints import run_folder
-from dsft.checkpoints.manifest import MANIFEST, SEAL, clean_up, read_manifest, read_trainer_state, sealed
+from dsft.checkpoints.manifest import MANIFEST, SEAL, checkpoints, clean_up, read_manifest, read_trainer_state, sealed
 from dsft.checkpoints.resume import TRAINED_ELEMENTS, check_identity
 from dsft.config import user_code
 from dsft.config.deepspeed import (
@@ -442,12 +443,12 @@ def _check_data(run: TrainingRun, *, starts: bool) -> None:
 def _first_day(options: TrainConfig) -> Decision:
     """Returns the day for the chat template: that of the resumed run, whose tokens contain it, else today."""
     day = None
-    checkpoint = options.training.get("resume_from_checkpoint")
-    if checkpoint:
-        folder = Path(options.training["output_dir"])
-        if Path(str(checkpoint)).is_dir():
-            folder = Path(checkpoint).parent
-        day = run_folder.known_run(folder).get("config", {}).get("chat_date")
+    folders = [options.training.get("resume_from_checkpoint")]
+    if folders == ["auto"]:
+        folders = checkpoints(options.training.get("output_dir", ""))
+    for folder in filter(None, folders):
+        with contextlib.suppress(UserError):  # a damaged one is skipped, or refused
+            day = read_manifest(folder).get("options", {}).get("chat_date")
     return Decision("chat_date", day or date.today().isoformat(), "the chat template prints the day of the first start")
 
 

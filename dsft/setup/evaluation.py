@@ -14,7 +14,7 @@ from dsft.data.sources import HeldOut
 from dsft.data.training_data import check_sources, notes_on_unread
 from dsft.errors import UserError, raise_if_any
 from dsft.models.build import DTYPES, Candidate, check_weights, resolve_dtype
-from dsft.models.measure import check_positions, measure_model
+from dsft.models.measure import check_positions, check_sharding, measure_model
 from dsft.models.model_folder import (
     adapter_base,
     base_revision,
@@ -143,6 +143,8 @@ def in_formats(candidate: Candidate, formats: list[str], problems: list[str]) ->
                 " none; name a folder or hub id (dsft export makes one of a checkpoint)"
             )
         facts = replace(candidate.facts, size=replace(size, quantization=quantization))
+        stage_asked = 0 if config.zero in ("auto", "0") else 3
+        problems += check_sharding(facts.size, stage=stage_asked, model=model)
         candidates.append(replace(candidate, facts=facts))
         if quantization:
             dtype = DTYPES[resolve_dtype(config.dtype)]

@@ -167,6 +167,7 @@ class PerplexityTrainer(Trainer):
         self.run_identity = self._identity(shapes, data, frozen_weights)
         # As in JSON, to compare with a checkpoint's.
         taken = {name: getattr(args, name) for name in TAKEN} | dict.fromkeys(user_code.KEYS)
+        taken["chat_date"] = options.chat_date
         self.taken_options = json.loads(json.dumps(taken | user_code.digests(options)))
 
     def _set_callbacks(self) -> None:

@@ -38,10 +38,13 @@ def test_names_of_other_trainers_are_not_options_and_mean_options_that_exist():
 def test_a_name_of_another_trainer_is_taken_with_a_note_and_not_beside_ours():
     problems: list[str] = []
     given = {"base_model": "m", "data": "d", "output_dir": "o", "cutoff_len": 512, "zero": "zero2", "dtype": "bf16"}
+    given["lora_target"] = ["all"]
     config = make_config(TrainConfig, given, problems)
     assert problems == []
     assert (config.model, config.seq_len, config.zero, config.dtype) == ("m", 512, "2", "bfloat16")
-    assert config.notes == ("base_model: read as model", "cutoff_len: read as seq_len")
+    assert config.lora_target_modules == ["all-linear"]
+    names = {"base_model": "model", "cutoff_len": "seq_len", "lora_target": "lora_target_modules"}
+    assert config.notes == tuple(f"{theirs}: read as {ours}" for theirs, ours in names.items())
     make_config(TrainConfig, given | {"seq_len": 256}, problems)
     assert problems == ["cutoff_len: unknown key; seq_len is set too, and has the same meaning: keep one"]
 
@@ -355,4 +358,4 @@ def test_none_is_a_text_where_texts_are_taken_and_null_leaves_an_option_unset():
     assert config.training["report_to"] == config.training["run_name"] == "none" and config.lora_r == 16
     assert make_config(TrainConfig, given | {"report_to": "None"}, problems).training["report_to"] == "none"
     config = make_config(TrainConfig, given | {"report_to": None}, problems)
-    assert problems == [] and "report_to" not in config.training
+    assert problems == [] and config.training["report_to"] == "none"  # as by default

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from conftest import read_json
 from ranks import on_ranks, train_all, trained
-from tiny import write_model
+from tiny import write_jsonl, write_model
 from transformers import TrainerCallback
 
 STEPS, SAVED_AT = 5, 2
@@ -118,3 +118,18 @@ def test_a_learning_rate_that_a_callback_has_changed_stays(logs, run):
 @pytest.mark.parametrize("named", REFUSED)
 def test_a_resume_refuses_what_would_make_its_states_those_of_something_else(logs, named):
     assert named in logs["refusals"][list(REFUSED).index(named)]
+
+
+def test_a_resume_on_another_day_renders_the_first_day_also_if_run_json_is_lost(options, tmp_path):
+    model = write_model(tmp_path / "model", chat=True)
+    template = model / "chat_template.jinja"
+    template.write_text("{% set format = '%d %B' %}{{ strftime_now(format) }}" + template.read_text())
+    turns = [{"role": "user", "content": "big"}, {"role": "assistant", "content": "small"}]
+    data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}] * 8)
+    given = {"model": str(model), "data": str(data), "save_strategy": "steps", "save_steps": 2}
+    case = options(tmp_path / "run", **given)
+    train_all(1, [case | {"chat_date": "2001-02-03"}], tmp_path / "log-1")
+    (tmp_path / "run" / "run.json").unlink()
+    train_all(1, [case | {"max_steps": 4, "resume_from_checkpoint": "auto"}], tmp_path / "log-2")
+    run = read_json(tmp_path / "run" / "run.json")
+    assert run["config"]["chat_date"] == "2001-02-03" and run["results"]["steps"] == 4
