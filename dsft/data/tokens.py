@@ -520,28 +520,30 @@ def prepare(
     if is_chat and source.size_bytes >= WORKERS_FROM_BYTES:
         workers = max(1, min(cpu_count(), free_host_bytes() // 4 // WORKER_BYTES))
 
-    def parts():
+    def parts(bar):
         batches = batched(preparation.rows(data.rows(), rules))
         tokenise_batch = partial(preparation.tokens, rules=rules, tokenizer=tokenizer)
-        with progress_bar(is_shown=show_progress, desc=f"Preparing {name}", unit=" tokens", unit_scale=True) as bar:
-            for tokens in _tokenised(batches, tokenise_batch, workers=workers):
-                yield tokens
-                watchdog.heartbeat()
-                bar.update(len(tokens.ids))
+        for tokens in _tokenised(batches, tokenise_batch, workers=workers):
+            yield tokens
+            watchdog.heartbeat()
+            bar.update(len(tokens.ids))
 
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place.with_name(f"{place.name}.lock"), fallback_to_soft=False)  # a soft one outlives a kill
         with lock.acquire(cancel_check=watchdog.heartbeat):  # no time limit: another process may be preparing
             if not (place / FACTS).is_file():
-                write_store(
-                    place,
-                    parts(),
-                    source=source.name,
-                    is_text=rules.is_text,
-                    largest_id=max(tokenizer.get_vocab().values()),
-                    has_weights=is_chat,
-                )
+                with progress_bar(
+                    is_shown=show_progress, desc=f"Preparing {name}", unit=" tokens", unit_scale=True
+                ) as bar:
+                    write_store(
+                        place,
+                        parts(bar),
+                        source=source.name,
+                        is_text=rules.is_text,
+                        largest_id=max(tokenizer.get_vocab().values()),
+                        has_weights=is_chat,
+                    )
     except (OSError, NotImplementedError) as error:
         raise UserError(f"data_cache: {cache}: {one_line(error)}; free some space or name another folder") from None
     except (RuntimeError, UserError) as error:  # torch raises it wherever this process is, also while it reads a row

@@ -4,6 +4,7 @@ and what is read from them.
 
 import copy
 import dataclasses
+import io
 import os
 import resource
 import signal
@@ -23,6 +24,7 @@ from conftest import ROOT
 from ranks import on_ranks, run_entry
 from tiny import sentences, write_jsonl, write_texts
 from tokenizers.processors import TemplateProcessing
+from tqdm import tqdm
 
 from dsft.cli import data as data_command
 from dsft.cli.commands import PreviewOptions
@@ -424,14 +426,17 @@ def test_weights_are_read_where_any_is_other_than_0_and_1(tmp_path):
         assert (None if store.weights is None else store.weights.tolist()) == expected
 
 
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tokenizer, tmp_path, config):
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tokenizer, tmp_path, config, monkeypatch):
     """Files of more than 64 KiB cannot be written: a real error of the system, in the middle of writing."""
     path = write_texts(tmp_path / "a.jsonl", 5000)
+    bar = tqdm(file=io.StringIO())
+    monkeypatch.setattr(preparing, "progress_bar", lambda **_: bar)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        with pytest.raises(UserError, match="data_cache: .*; free some space or name another folder"):
+        with pytest.raises(UserError, match="data_cache: .*; free some space or name another folder") as full:
             loaded(config(data=[str(path)]), tokenizer)
+        assert bar.disable, f"on the line of an open bar: {full.value}"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]
