@@ -95,7 +95,7 @@ def test_a_rank_waits_for_no_other_while_it_generates(runs):
 def test_the_last_samples_are_what_the_final_model_answers_in_plain_transformers(runs, name):
     folder, lines = runs[0] / name / "final", entries(runs[0] / name)
     evaluated = [line for line in lines if "eval_loss" in line]
-    assert [len(samples_in(line)) for line in evaluated] == [5 if name == "chats" else 3] * 2
+    assert [len([*samples_in(line)]) for line in evaluated] == [5 if name == "chats" else 3] * 2
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     for prompt, answer in samples_in(evaluated[-1]):
         if name == "texts":
@@ -116,4 +116,4 @@ def test_samples_change_nothing_of_the_training(runs):
 
 
 def test_metrics_of_a_set_named_prompt_are_not_samples():
-    assert samples_in({"eval_prompt_loss": 2.0, "eval_prompt_1": "p", "eval_answer_1": "a"}) == [("p", "a")]
+    assert [*samples_in({"eval_prompt_loss": 2.0, "eval_prompt_1": "p", "eval_answer_1": "a"})] == [("p", "a")]
