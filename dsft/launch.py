@@ -347,7 +347,8 @@ def _check_as_rank_0(name: str, words: list[str], num_ranks: int) -> int:
         env=os.environ | place | quiet | {CHECKS_ALONE: "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        process_group=0,  # Ctrl-C ends it through this process, which prints it once
+        # Ctrl-C ends it through this process, which prints it once; other signals to the group end both.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
     if result.returncode < 0:
         raise UserError(f"the check before the start was killed by signal {-result.returncode} (9: out of memory)")

@@ -116,8 +116,9 @@ def test_ctrl_c_during_the_check_before_the_start_is_one_line(options, tmp_path)
     command = [sys.executable, "-m", "dsft.cli.main", "launch", "--no_preflight", "--num_gpus", "2", "train", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     assert process.stdout.readline().startswith(b"dsft: checking options")
-    while not psutil.Process(process.pid).children():
+    while not (checks := psutil.Process(process.pid).children()):
         time.sleep(0.05)
+    assert os.getpgid(checks[0].pid) == process.pid  # or a closed terminal's SIGHUP would leave it running
     os.killpg(process.pid, signal.SIGINT)
     assert process.communicate()[0] == b"dsft: interrupted (Ctrl-C)\n" and process.returncode == 130
 
