@@ -183,7 +183,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id,
         tokenizer=tokenizer,  # for the stop_strings of a generation_config
-        use_cache=True,  # training turns it off in the config
+        use_cache=True,  # whatever the model's config says
         synced_gpus=False,  # by default ranks under ZeRO-3 synchronise after each token until all are done
         streamer=streamer,
         # The prompt's tokens do not count.

@@ -616,7 +616,7 @@ class PerplexityTrainer(Trainer):
     def _save(self, output_dir=None, state_dict=None):
         """Writes the weights, and what dsft adds to their folder."""
         save = self._staged_save
-        generation = self.model.generation_config
+        generation = getattr(self.model, "generation_config", None)  # none if it cannot generate
         # Written below. transformers refuses one with a temperature but without do_sample (Vicuna's); peft writes none.
         self.model.generation_config = GenerationConfig()
         super()._save(output_dir, state_dict)

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
-from conftest import flags
+from conftest import flags, read_json
 from deepspeed.runtime.zero import partition_parameters
-from ranks import on_ranks, run_entry, trained
+from ranks import on_ranks, run_entry, train_all, trained
 from tiny import sentences, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,6 +15,14 @@ from dsft.checkpoints.run_folder import samples_in
 from dsft.training import callbacks
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "broadcast")
+SILENT = """
+from transformers import LlamaForCausalLM
+
+class Silent(LlamaForCausalLM):
+    @classmethod
+    def can_generate(cls):
+        return False
+"""
 PROMPTS = ["the model reads", "a", "the big rank and the small step of the model"]
 
 
@@ -85,6 +93,18 @@ def test_a_generation_config_that_transformers_finds_fault_with_is_saved_as_it_c
         saved = json.loads((folder / "generation_config.json").read_text())
         assert {name: saved[name] for name in ("temperature", "top_p")} == {"temperature": 0.9, "top_p": 0.6}
         assert saved["pad_token_id"] == 0, "of the tokenizer"
+
+
+def test_a_model_that_cannot_generate_is_saved_without_a_generation_config(tiny, options, tmp_path):
+    model = shutil.copytree(tiny / "model", tmp_path / "model")
+    (model / "modeling_silent.py").write_text(SILENT)
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_silent.Silent"}, "architectures": ["Silent"]}
+    (model / "config.json").write_text(json.dumps(read_json(model / "config.json") | code))
+    (model / "generation_config.json").unlink()
+    case = options(tmp_path / "run", model=str(model), trust_remote_code=True, max_steps=1)
+    train_all(1, [case], tmp_path / "log")
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+    assert not (tmp_path / "run" / "final" / "generation_config.json").exists()
 
 
 def test_a_rank_waits_for_no_other_while_it_generates(runs):
