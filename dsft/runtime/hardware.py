@@ -200,7 +200,7 @@ def this_machine(*, ranks_per_node: int | None = None) -> Machine:
     ranks = ranks_per_node or default_ranks()
     host = host_memory_bytes()
     gpu_type = ""
-    device = int(0.85 * host / ranks)  # a CPU rank's share, without 15 % for system and launcher
+    device = int(0.95 * host / ranks)  # a CPU rank's share, without 5 % for the system
     if has_gpu():
         import torch
 
