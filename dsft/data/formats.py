@@ -544,19 +544,19 @@ def _call(call: Any, place: str, schemas: Schemas) -> Message:
     return openai_call
 
 
-def _variants(found: list[Any], root: Any) -> list[dict[str, Any]]:
+def _variants(schemas: list[Any], root: Any) -> list[dict[str, Any]]:
     """Lists JSON schemas with the alternatives of each, and those that local `$ref`s name in the schema `root`."""
     variants = []
-    for schema in found:  # which grows
+    for schema in schemas:  # which grows
         if not isinstance(schema, dict) or schema in variants:
             continue
         variants.append(schema)
         target = root
         for key in str(schema.get("$ref")).removeprefix("#/").split("/"):
             target = target.get(key) if isinstance(target, dict) else None
-        found.append(target)
+        schemas.append(target)
         for key in ("anyOf", "oneOf", "allOf"):
-            found += schema.get(key) or []
+            schemas += schema.get(key) or []
     return variants
 
 
