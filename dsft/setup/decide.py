@@ -44,7 +44,7 @@ from dsft.config.reader import NOT_NEEDED
 from dsft.data.formats import FormattedSource
 from dsft.data.training_data import check_prompts, check_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
-from dsft.models.adapters import learning_rates
+from dsft.models.adapters import ALL_LINEAR, MAMBA_TYPES, learning_rates
 from dsft.models.build import DTYPES, check_weights, resolve_dtype
 from dsft.models.chunked_head import own_loss_problems
 from dsft.models.measure import USUAL_MODELS, ModelFacts, check_positions, check_sharding, measure_model, usual_config
@@ -390,6 +390,9 @@ def _check_model(run: TrainingRun, *, starts: bool, scored: bool) -> None:
         run.problems += own_loss_problems(compute_loss, size.vocab_size)
     if options.generate_samples and not model.architecture.can_generate():
         run.problems.append(f"generate_samples: {NO_ANSWERS.format(model.architecture.__name__)}; leave it out")
+    adapts_all = options.method != "full" and not options.adapter and options.lora_target_modules == [ALL_LINEAR]
+    if adapts_all and model.config.model_type in MAMBA_TYPES:
+        run.notes.append("lora_target_modules: out_proj is not adapted, since peft refuses it in Mamba layers")
     run.problems += check_positions(model, seq_len=options.seq_len, model=options.model)
     if options.sequence_parallel > 1 and not scored:
         parallel = options.sequence_parallel

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny import write_jsonl, write_model
 
@@ -23,7 +24,7 @@ from dsft.models.measure import measure_model
 from dsft.planner.speed import CARDS
 from dsft.runtime.hardware import Machine
 from dsft.setup import decide
-from dsft.setup.decide import TrainingRun, check_start, resolve_run, resume_decisions
+from dsft.setup.decide import TrainingRun, check_start, resolve_offline, resolve_run, resume_decisions
 from dsft.units import GB
 
 EIGHT_GPUS = Machine(
@@ -65,6 +66,16 @@ def test_every_decision_is_in_the_options_and_says_why(resolved):
     assert run.model.attn_implementation == "sdpa"
     with pytest.raises(dataclasses.FrozenInstanceError):
         run.options.packing = False
+
+
+@pytest.mark.parametrize("changes", [{}, {"method": "full"}, {"lora_target_modules": ["in_proj"]}], ids=str)
+def test_a_part_of_mamba_that_lora_leaves_out_is_noted(tmp_path, changes):
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+    config.architectures = ["MambaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    options = make_config(TrainConfig, {"model": str(tmp_path / "config.json"), "method": "lora", **changes}, [])
+    notes = resolve_offline(options, EIGHT_GPUS).notes
+    assert any("out_proj is not adapted" in note for note in notes) == (not changes)
 
 
 def test_packing_is_taken_back_and_float32_trains_in_tf32_where_gpus_have_it_unless_the_user_says(
