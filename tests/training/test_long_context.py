@@ -42,8 +42,9 @@ CASES = [
     *(f"2-3-llama-{kind}" for kind in KINDS),
     *(f"2-{zero}-llama-padded" for zero in "012"),
     *(f"2-3-{architecture}-packed" for architecture in ("qwen3", "gpt2", "mixtral")),
-    *(f"{ranks}-3-llama-{kind}" for ranks in ("4by2", "4") for kind in KINDS),
-    *(f"{ranks}-{zero}-llama-{kind}" for ranks in ("4by2", "4") for zero in "012" for kind in ("padded", "packed")),
+    *(f"4by2-{zero}-llama-packed" for zero in "012"),
+    *(f"4by2-3-llama-{kind}" for kind in ("padded", "packed", "checkpointed", "json")),
+    *(f"4-3-llama-{kind}" for kind in ("padded", "lora", "own")),
 ]
 """Ranks, ZeRO stage, architecture, kind."""
 QUICK = [*(f"2-3-llama-{kind}" for kind in ("padded", "packed", "tiled", "offloaded", "own")), "2-1-llama-padded"]
