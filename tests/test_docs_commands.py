@@ -57,6 +57,8 @@ NOT_RUN = {
     "scripts/test --gpu": GPUS,
     "scripts/test --gpu --minutes 20": GPUS,
     "scripts/test --gpu --only perplexity kill": GPUS,
+    "scripts/test --gpu --share 4 --minutes 6": GPUS,
+    "scripts/test --gpu --share 4 --minutes 6 --only share-checkpoints share-offload": GPUS,
     "scripts/test --gpu --tiny --minutes 100": "takes so long: tests/gpu",
     "dsft doctor --hostfile hosts --config run.yaml": NODES,
     "dsft doctor --hostfile H --config run.yaml": NODES,

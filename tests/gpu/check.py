@@ -33,6 +33,8 @@ class Setting:
     ranks: int
     has_gpu: bool
     tiny: bool
+    share: int = 0
+    """Ranks that share GPU 0 (--share); 0 without."""
 
     def path(self, *names: str) -> Path:
         return Path(self.folder, *names)

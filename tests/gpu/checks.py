@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dsft.config.options import TrainConfig
 from dsft.config.reader import make_config
 from dsft.runtime.software import compiler
-from gpu import faults, perplexities, trainings
+from gpu import faults, perplexities, share, trainings
 from gpu.check import Check, Row, Setting, needs_gpu, needs_large_model
 from gpu.trainings import planned_training
 
@@ -71,4 +71,28 @@ CHECKS = (
     Check(name="lora-3", run=planned_training(zero="3", method="lora", activation_checkpointing=True), seconds=120),
     Check(name="full-2", run=planned_training(zero="2", activation_checkpointing=True), seconds=120),
     Check(name="offload", run=planned_training(**OFFLOAD), seconds=180, lacks=_lacks_compiler),
+)
+
+SHARE = Check(name="share", run=share.collectives, seconds=90)
+"""Comes first with --share, whatever is chosen: the others need collectives."""
+FP32 = {"dtype": "float32"}
+BF16 = {"dtype": "bfloat16"}
+STAGES = [FP32 | {"zero": zero} for zero in ("3", "2", "3-hpz", "1", "0")]
+METHODS = [
+    FP32 | {"zero": "3", "sequence_parallel": 2},
+    FP32 | {"zero": "3", "packing": True},
+    *(FP32 | {"zero": zero, "method": "lora"} for zero in ("3", "2")),
+    *(BF16 | {"zero": zero} for zero in ("3", "2", "3-hpz")),
+]
+OFFLOADS = [FP32 | {"zero": zero} for zero in ("2-offload", "3-offload-optimizer")]
+QLORA = BF16 | {"zero": "2", "method": "qlora"}
+SHARE_CHECKS = (
+    Check(name="share-stages", run=share.beside_one_rank(*STAGES), seconds=180),
+    Check(name="share-perplexity", run=share.perplexity, seconds=120),
+    *(Check(name=f"share-{name}", run=share.fault(name), seconds=60) for name in share.FAULTS),
+    Check(name="share-memory", run=share.memory, seconds=150),
+    Check(name="share-methods", run=share.beside_one_rank(*METHODS), seconds=180),
+    Check(name="share-checkpoints", run=share.checkpoints, seconds=180, lacks=_lacks_disk),
+    Check(name="share-qlora", run=share.beside_one_rank(QLORA), seconds=90, lacks=_lacks_quantisation),
+    Check(name="share-offload", run=share.beside_one_rank(*OFFLOADS), seconds=180, lacks=_lacks_compiler),
 )

@@ -24,6 +24,8 @@ NARROW = WIDE | {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_
 """For GPUs below WIDE_BYTES."""
 SHORT = NARROW | {"num_hidden_layers": 4}
 """For GPUs below NARROW_BYTES."""
+SHARED = NARROW | {"num_hidden_layers": 8}
+"""For ranks that share a GPU: 0.2 B parameters."""
 WIDE_BYTES = 36 * GiB
 """Of GPU memory that the wide model asks for: 16 GiB of states, and room for its activations."""
 NARROW_BYTES = 11 * GiB
@@ -51,7 +53,7 @@ def make_files(setting: Setting) -> Iterator[Row]:
     small.save_pretrained(setting.path("small"))
     if setting.has_gpu and not setting.tiny:
         memory = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(setting.ranks))
-        config.update(widths_for(memory))
+        config.update(SHARED if setting.share else widths_for(memory))
     with torch.device("cuda" if setting.has_gpu else "cpu"):
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if setting.has_gpu else torch.float32)
     base.save_pretrained(setting.path("base"))

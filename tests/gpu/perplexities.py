@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from gpu.check import Row, Setting, command, launch
@@ -43,7 +44,14 @@ def same_bits(title: str, first: dict[str, Any], other: dict[str, Any]) -> Row:
 def score(setting: Setting, *, ranks: int, zero: str) -> dict[str, Any]:
     """Evaluate; returns the only report."""
     out = setting.runs / f"{ranks}-{zero}"
-    options = {
+    launch(setting, command(setting, "eval", evaluation(setting, out, zero=zero), ranks=ranks))
+    (report,) = json.loads((out / "perplexity.json").read_text(encoding="utf-8"))["results"]
+    return report
+
+
+def evaluation(setting: Setting, out: Path, *, zero: str) -> dict[str, Any]:
+    """Compose the options of an evaluation of `base`."""
+    return {
         "model": setting.path("base"),
         "data": setting.path("demo", "corpus", "held_out.jsonl"),
         "seq_len": 128 if setting.tiny else 2048,
@@ -51,6 +59,3 @@ def score(setting: Setting, *, ranks: int, zero: str) -> dict[str, Any]:
         "zero": zero,
         "output_dir": out,
     }
-    launch(setting, command(setting, "eval", options, ranks=ranks))
-    (report,) = json.loads((out / "perplexity.json").read_text(encoding="utf-8"))["results"]
-    return report

@@ -51,6 +51,7 @@ def content(results: Results, setting: Setting) -> dict[str, Any]:
     """Make what the JSON holds."""
     return {
         "ranks": setting.ranks,
+        "share": setting.share,
         "gpu": setting.has_gpu,
         "tiny": setting.tiny,
         "versions": versions(*OPTIONAL_PACKAGES),

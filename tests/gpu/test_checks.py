@@ -249,3 +249,23 @@ def test_every_check_holds_on_cpu_ranks(run, tmp_path):
     assert all(any(row["ok"] for row in checks[name]) for name in checks.keys() - skipped)
     assert table({}).splitlines()[0] in result.stdout
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_nothing_else_is_checked_where_ranks_cannot_share_a_gpu(tmp_path, monkeypatch):
+    refused = {"share": [Row(claim="", measured="Duplicate GPU detected", ok=False)], "share-stages": []}
+    monkeypatch.setattr(command, "run_checks", lambda *_, **__: refused.items())
+    with pytest.raises(SystemExit, match="1"):
+        command.main(["--tiny", "--share", "4", "--out", str(tmp_path)])
+    assert list(read_json(tmp_path / "gpu-check.json")["checks"]) == ["share"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.launch
+def test_ranks_that_share_a_device_hold_on_cpu_ranks(run, tmp_path):
+    """All stages on two hosts, and a fault; the other checks take half a minute to two minutes each."""
+    words = ["--tiny", "--share", "4", "--minutes", "20", "--out", tmp_path, "--only", "share-stages", "share-save"]
+    result = run([sys.executable, ROOT / "tests" / "gpu", *words])
+    assert result.returncode == 0, result.stdout + result.stderr
+    checks = read_json(tmp_path / "gpu-check.json")["checks"]
+    assert list(checks) == ["files", "share", "share-stages", "share-save"]
+    assert all(row["ok"] for rows in checks.values() for row in rows)

@@ -62,12 +62,13 @@ def planned_training(**changes: Any) -> Callable[[Setting], Iterator[Row]]:
     return check
 
 
-def compared(run: dict[str, Any], *, tiny: bool) -> Iterator[Row]:
+def compared(run: dict[str, Any], *, tiny: bool, machine: str = "") -> Iterator[Row]:
     """Compare the plan's figures in a run.json with the measured ones; of a tiny model's, nothing is claimed."""
     figures = run["results"]["plan_check"]
     mfu = [entry["mfu"] for entry in run["results"]["log"] if "mfu" in entry]
-    here = this_machine()
-    machine = f"{here.ranks_per_node} x {here.gpu_type or 'CPU rank'}"
+    if not machine:  # this process takes memory of the GPU to know it
+        here = this_machine()
+        machine = f"{here.ranks_per_node} x {here.gpu_type or 'CPU rank'}"
     for name, figure in figures.items():
         if name not in COMPARED or (name == "host memory of a node" and "GPU memory allocated" in figures):
             continue
