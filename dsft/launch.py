@@ -167,7 +167,8 @@ def launch(argv: list[str]) -> int:
         options.master_addr = options.master_addr or address_of(nodes[0])
     options.master_port = options.master_port or free_port()  # chosen here, so that the preflight checks the same one
     folder = Path(output_dir) if output_dir else Path(tempfile.gettempdir(), f"dsft-{uuid.uuid4().hex[:8]}")
-    file = folder.absolute() / OPTIONS_FILE
+    # Results may lie in a training's folder, whose options remain.
+    file = folder.absolute() / (OPTIONS_FILE if name == "train" else f"eval_{OPTIONS_FILE}")
     command = _command(options, nodes, num_ranks, name, file)
     if options.dry_run:
         show_text(f"dsft: {shlex.join(command)}")
@@ -575,7 +576,7 @@ class _Job:
 
     def _kill_remote_ranks(self) -> None:
         """Kill ranks that do not notice the end of ssh, and would wait for start_timeout or lost_timeout."""
-        pattern = f"dsft.* --config {re.escape(str(self.env_file.with_name(OPTIONS_FILE)))}"
+        pattern = f"dsft.* --config {re.escape(str(self.env_file.parent))}/.*{OPTIONS_FILE}"
         _run_on(self.nodes, f"pkill -KILL -f -- '{pattern}'")
 
 

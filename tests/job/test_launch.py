@@ -87,6 +87,16 @@ def test_a_restart_that_is_refused_keeps_the_options_of_the_run_that_it_continue
     assert read_yaml(str(tmp_path / "options.yaml"), [])["model"] == "m"
 
 
+def test_an_evaluation_in_the_folder_of_a_run_keeps_the_options_of_the_training(tmp_path, monkeypatch):
+    (tmp_path / "options.yaml").write_text("model: of_training")
+    monkeypatch.setattr("dsft.launch._Job.run", lambda _: 0)
+    monkeypatch.setattr("dsft.launch.check_named_files", lambda *_: None)
+    words = ["--model", "m", "--data", "d", "--output_dir", str(tmp_path)]
+    assert launch(["--no_preflight", "--num_gpus", "1", "eval", *words]) == 0
+    assert read_yaml(str(tmp_path / "options.yaml"), [])["model"] == "of_training"
+    assert read_yaml(str(tmp_path / "eval_options.yaml"), [])["model"] == ["m"]
+
+
 def test_what_pdsh_prints_is_read_to_its_end_without_a_screen(tmp_path, monkeypatch):
     """Else its pipe fills, and the ranks wait for a reader."""
     fields = {"nodes": ["a"], "store": None, "env_file": tmp_path, "saves": True, "lost_timeout": 1.0}
