@@ -192,7 +192,7 @@ def write_run(output_dir: str, **sections: Any) -> None:
 def read_run(output_dir: str | Path) -> JsonObject:
     """Read run.json of a run. Raises UserError if the folder is not a run's, or run.json is not a JSON object."""
     if not is_run(output_dir):
-        raise UserError(f"{output_dir}: is not a run folder: it has no {RUN}")
+        raise UserError(f"{output_dir}: is not a run folder: it has no {RUN}; name an output_dir of dsft train")
     return read_object(Path(output_dir) / RUN)
 
 
@@ -242,7 +242,7 @@ def find_weights(source: str) -> Path:
     if folder.is_file() and is_gguf(source):
         return folder
     if not folder.is_dir():
-        kinds = "dsft export reads folders of models, and GGUF files" if folder.is_file() else "is not a folder"
+        kinds = "is neither a model's folder nor a GGUF file" if folder.is_file() else "is not a folder"
         raise UserError(f"{source}: {kinds}")
     if is_run(folder):
         folder = folder / FINAL

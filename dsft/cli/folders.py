@@ -38,7 +38,7 @@ def show_checkpoints(options: FolderOptions) -> None:
 
     folders = checkpoints(options.folder)
     if not folders:
-        raise UserError(f"{options.folder}: contains no checkpoints")
+        raise UserError(f"{options.folder}: contains no checkpoints; name an output_dir of dsft train")
     newest = None
     columns = [Column(name, justify="right") for name in ("step", "loss", "GB", "ranks", "ZeRO")]
     table = Table(*columns, "complete")

@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> None:
         unset_single_process_env()
         argv = sys.argv[1:]
     name, *words = argv or ["--help"]
-    if name in ("-h", "--help", "help"):
+    if name == "help":
+        name, *words = [*words, "--help"]
+    if name in ("-h", "--help"):
         show_text(commands_help())
         sys.exit(0 if argv else EXIT_USER_ERROR)
     if name in ("--version", "version"):
@@ -54,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
             name = next((word for word in words if word in ("train", "eval")), name)
         show_text(command_help(name, everything="all" in words))
         return
+    quiet_libraries()
     if name in ("train", "eval", "launch"):
         from dsft.launch import launch
 
@@ -78,7 +81,6 @@ def run_command(name: str, words: list[str]) -> None:
         arguments = (command.options(**values), run_words)
     else:
         arguments = (read_command(command.options, words),)
-    quiet_libraries()
     if name in SLOW and sys.stderr.isatty():
         print("dsft: loading PyTorch and transformers", file=sys.stderr)
     with quick_imports():

@@ -155,7 +155,7 @@ _SAME_MEANING = {
     "overwrite": "overwrite_output_dir",
     "eval_strategy": "evaluation_strategy",
     "logging_steps": "log_every_n_steps log_interval",
-    "max_documents": "max_eval_samples",
+    "max_documents": "max_eval_samples limit",
 }
 OURS = {theirs: ours for ours, names in _SAME_MEANING.items() for theirs in names.split()}
 """Another trainer's name -> the option of dsft that takes the same value."""
@@ -173,6 +173,9 @@ _OTHER_FORM = {
     "evals_per_epoch": "use eval_steps; below 1 it is a share of all steps",
     "saves_per_epoch": "use save_steps; below 1 it is a share of all steps",
     "wandb_project use_wandb": "use report_to: wandb, with WANDB_PROJECT in the environment",
+    "nproc_per_node num_processes n_gpu": "dsft train --num_gpus N starts N ranks; the default is every GPU",
+    "stage": "dsft train finetunes on text, prompts or chats; it has no stages such as dpo or rm",
+    "tasks num_fewshot": "dsft eval measures perplexity; lm-evaluation-harness reads the folder of dsft export",
     "group_by_length": "use train_sampling_strategy: group_by_length",
 }
 HINTS = {theirs: hint for names, hint in _OTHER_FORM.items() for theirs in names.split()}

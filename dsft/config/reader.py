@@ -211,6 +211,11 @@ def read_yaml(path: str, problems: list[str]) -> Values | None:
         problems.append(f"--config {path}: not valid UTF-8 ({error.reason} at byte {error.start})")
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: `!!int x`
         text = one_line(error).replace(' in "<unicode string>"', "")
+        if isinstance(error, yaml.YAMLError):
+            text += (
+                "; a line is 'key: value', indented with spaces; a value with ': ' in it, or *, { or [ in front, needs"
+                " quotes"
+            )
         problems.append(f"--config {path}: not valid YAML: {text}")
     else:
         if content is None:
@@ -378,7 +383,7 @@ def describe_unknown(word: str, known: Collection[str]) -> str:
         return f"unknown key; {HINTS[key]}"
     if OURS.get(key) in known:
         return f"unknown key; {OURS[key]} is set too, and has the same meaning: keep one"
-    return f"unknown key{nearest(key, known)}"
+    return f"unknown key{nearest(key, known) or '; --help all lists every option'}"
 
 
 def takes_list(hint: Any) -> bool:
@@ -492,7 +497,9 @@ def check_config(options: TrainConfig | EvalConfig) -> list[str]:
     if not options.model:
         problems.append("model: missing; name a hub id, a local folder or a config.json")
     if not options.data:
-        problems.append("data: missing; name a file, a folder, a glob or a hub data set")
+        problems.append(
+            "data: missing; name a file, a folder, a glob or a hub data set; dsft eval --run RUN needs none"
+        )
     for names, why in EXCLUSIVE.items():
         if all(options.value(name) for name in names.split()):
             problems.append(why)

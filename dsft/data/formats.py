@@ -168,7 +168,10 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
         name = "columns"
         has_turns = "messages" in columns or {"user", "assistant"} <= columns.keys()
         if not has_turns or columns.keys() - {"messages", "system", "history", "user", "assistant"}:
-            raise ValueError(f"columns={config.columns}: name user and assistant, or messages; also system, history")
+            raise ValueError(
+                f"columns={config.columns}: name user and assistant, or messages; also system, history; for text write"
+                " text_column: COLUMN"
+            )
         wrong = []
         for part, names in columns.items():
             lists_several = part == "user" and len(names) > 1

@@ -211,7 +211,8 @@ def load_training_data(
         if not store.counts["trained_tokens"]:
             raise UserError(
                 f"data: {store.facts['source']}: no trainable tokens in {store.counts['rows']} rows"
-                f" ({describe_counts(store.counts) or 'all are held out'}); look at too_long and train_on"
+                f" ({describe_counts(store.counts) or 'all are held out'}); look for"
+                " empty answers, and at too_long and train_on"
             )
     items = sequences_of(stores, seq_len=config.seq_len, keep_documents=config.packing)
     counts = count(items)

@@ -248,7 +248,8 @@ def check_lora_options(model: PreTrainedModel, options: TrainConfig) -> list[str
             if target != ALL_LINEAR and not any(_is_meant(name, target) for name in names):
                 problems.append(
                     f"{option}: {target!r} matches no layer of {options.model} that it can train; its linear"
-                    f" layers and embeddings are {', '.join(sorted(linear))}"
+                    f" layers and embeddings are {', '.join(sorted(linear))}; several are a list, [a, b],"
+                    " or words of a flag"
                 )
     return problems
 

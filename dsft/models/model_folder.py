@@ -197,8 +197,8 @@ def misnamed(key: str, name: str) -> str | None:
     if folder.is_dir() and not is_model:
         newest_first = sorted(folder.glob(f"{CHECKPOINT}-*/"), key=number_in, reverse=True)
         adapters = [file.parent for file in folder.glob(f"*/{ADAPTER_CONFIG}")]  # peft's named adapters
-        for inside in (folder / FINAL, *newest_first, *adapters):
-            if inside.is_dir():
+        for inside in (folder / FINAL, *newest_first, *adapters, *folder.glob("*.gguf")):
+            if inside.exists():
                 return f"{key}={name}: contains no model; use {inside}"
     return missing(key, name)
 

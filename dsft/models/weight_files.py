@@ -211,7 +211,10 @@ def _named(file: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # a truncated file can raise any error
-        raise UserError(f"{Path(file).name}: cannot be read ({one_line(error)}); copy or download it again") from error
+        raise UserError(
+            f"{Path(file).name}: cannot be read ({one_line(error)}); copy or download it again (git lfs"
+            " pull if git cloned it)"
+        ) from error
 
 
 @contextlib.contextmanager

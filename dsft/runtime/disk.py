@@ -39,7 +39,7 @@ def check_writable(output_dir: str, problems: list[str]) -> None:
     """Check that `output_dir` is a folder, or can be created, on a disk with some free bytes."""
     path = Path(output_dir)
     if os.path.lexists(path) and not path.is_dir():
-        problems.append(f"output_dir={path}: is not a folder")
+        problems.append(f"output_dir={path}: is not a folder; name a new one")
         return
     if error := write_error(existing_parent(path)):
         problems.append(f"output_dir={path}: cannot be written ({error})")

@@ -12,7 +12,7 @@ from dsft.config.options import EvalConfig, TrainConfig
 from dsft.data.formats import format_rules
 from dsft.data.sources import find_sources
 from dsft.errors import UserError, raise_if_any, without_second_errors
-from dsft.models.model_folder import missing
+from dsft.models.model_folder import hub_is_reachable, missing
 from dsft.runtime.distributed import ranks_per_node, world_size
 
 
@@ -43,6 +43,7 @@ def check_named_files(options: TrainConfig | EvalConfig, problems: Sequence[str]
     for key, names in entries.items():
         for source in find_sources(names, options, key=key, problems=of_files):
             if source.hub:
+                hub_is_reachable()  # libraries would retry for half a minute
                 continue
             try:
                 format_rules(source.first_rows(), options)

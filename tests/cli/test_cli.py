@@ -15,6 +15,12 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"dsft {importlib.metadata.version('dsft')}\n"
 
 
+@pytest.mark.parametrize("words", [["help", "verify"], ["verify", "--help"]])
+def test_help_of_a_command_is_that_command_s(words, capsys):
+    main(words)
+    assert capsys.readouterr().out.startswith("dsft verify FOLDER\n")
+
+
 LONG = "x" * 300
 
 
@@ -24,7 +30,7 @@ LONG = "x" * 300
         (["train"], "name a YAML file"),
         (["merge", "file"], "--out must be given"),
         (["quickstart", "file"], "file: File exists"),
-        (["export", "file", "out"], "file: dsft export reads folders of models"),
+        (["export", "file", "out"], "file: is neither a model's folder nor a GGUF file"),
         (["verify", LONG], "File name too long"),
         (["plan", "--model", "m", "--host_memory", f"{10**300}GB"], "is not a size"),
         (["plan", "--model", "m", "--nodes", "0"], "nodes=0: must be at least 1"),

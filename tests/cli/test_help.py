@@ -14,7 +14,7 @@ from dsft.config.options import IGNORED_ARGUMENTS, REFUSED_ARGUMENTS, TrainConfi
 from dsft.config.reader import field_types
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["doctor", "-h"]])
+@pytest.mark.parametrize("words", [["--help"], ["help"], ["train", "--help"], ["doctor", "-h"]])
 def test_help_loads_none_of_the_large_libraries(words):
     code = (
         "import sys; before = {*sys.modules}; from dsft.cli.main import main\n"

@@ -21,7 +21,8 @@ CASES = {
     "plan --model MODEL --gpus 8x80": "'80' is not a size",
     "plan --model MODEL --seq_len 32 --gpus 8x80GB --gpu_type H999": "gpu_type: removed; --gpus names the card",
     "plan --model MODEL --hostfile nowhere": "nowhere: no such file",
-    "checkpoints NEW": "contains no checkpoints",
+    "plan --model MODEL --seq_len 32 --num_gpus 8": "num_gpus: unknown key; --help all lists every option",
+    "checkpoints NEW": "contains no checkpoints; name an output_dir of dsft train",
     "verify NEW": "is not a folder",
     "verify": "--folder must be given",
     "export NEW OUT": "NEW",
@@ -31,6 +32,7 @@ CASES = {
     "prepare --model MODEL --data EMPTY": "is empty",
     f"launch --hostfile nowhere {TRAIN}": "no such file",
     "launch --hostfile TEXTS --slurm train": "'--slurm' (removed; sbatch",
+    "launch --hostfile SLOTS train --model MODEL --data TEXTS --output_dir NEW": "a line reads `worker-1 slots=8`",
     "launch tain": "expected train or eval, got 'tain'",
     "train qa.jsonl": "unexpected argument 'qa.jsonl'; options are written --key value",
     "finetun --model MODEL": "unknown command 'finetun'; dsft --help lists them; did you mean 'finetune'",
@@ -38,6 +40,8 @@ CASES = {
     # names of options
     f"{TRAIN} --learning_rat 1": "learning_rat: unknown key; did you mean 'learning_rate'",
     f"{TRAIN} --lr fast": "learning_rate: expected a finite number, got 'fast'",
+    f"{TRAIN} --stage dpo": "stage: unknown key; dsft train finetunes on text, prompts or chats",
+    f"{TRAIN} --nproc_per_node 2": "nproc_per_node: unknown key; dsft train --num_gpus N",
     f"{TRAIN} --batch_size 4": "batch_size: unknown key",
     f"{TRAIN} --gpus 4": "gpus: unknown key",
     f"{TRAIN} --method lorra": "method: invalid choice: 'lorra' (choose from",
@@ -50,7 +54,7 @@ CASES = {
     " adamw_anyprecision, ...)",
     f"{TRAIN} --report_to tensorbord": "report_to=tensorbord: tensorbord is not supported, only",
     f"{TRAIN} --report_to wandb": "pip install wandb",
-    f"{TRAIN} --attn_implementation flash": "flash",
+    f"{TRAIN} --attn_implementation flash": "; attn_implementation may be left out",
     # values
     f"{TRAIN} --learning_rate": "learning_rate: needs a value",
     f"{TRAIN} --per_device_train_batch_size 0": "per_device_train_batch_size=0: must be at least 1",
@@ -64,6 +68,8 @@ CASES = {
     f"{TRAIN} --method qlora": "method=qlora",
     f"{TRAIN} --eval_strategy steps": "eval_strategy needs held-out data",
     f"{TRAIN} --method lora --lora_target_modules query": "'query' matches no layer",
+    f"{TRAIN} --method lora --lora_target q_proj,v_proj": "several are a list, [a, b], or words of a flag",
+    f'{TRAIN} --columns {{"text":"text"}}': "for text write text_column: COLUMN",
     f"{TRAIN} --prompt_template Q": "prompt_template needs completion_template",
     f"{TRAIN} --completion_template {{text": "completion_template='{text'",
     f"{TRAIN} --completion_template {{answer}}": "the template names the column answer; the columns are text",
@@ -73,6 +79,7 @@ CASES = {
     # files
     "train --config nowhere.yaml": "--config nowhere.yaml: cannot be read",
     "train --config BROKEN": "not valid YAML",
+    "train --config TABS": "a line is 'key: value', indented with spaces",
     "train --config LIST": "must contain 'key: value' lines, found a list",
     f"{TRAIN} --config TWICE": "line 2: duplicate key lora_r, first on line 1",
     f"{TRAIN} --zero MISSPELT": "zero_optimizaton: unknown key; did you mean 'zero_optimization'",
@@ -81,6 +88,11 @@ CASES = {
     "train --model EMPTYDIR --data TEXTS --output_dir NEW --seq_len 32": "model=",
     "train --model BARE --data TEXTS --output_dir NEW --seq_len 32": "contains a config but no weights",
     "train --model CUT --data TEXTS --output_dir NEW --seq_len 32": "model.safetensors",
+    "train --model POINTER --data TEXTS --output_dir NEW --seq_len 32": "git lfs pull",
+    "train --model GGUFS --data TEXTS --output_dir NEW --seq_len 32": "contains no model; use ",
+    "train --model MODEL --data UTF16 --output_dir NEW --seq_len 32": "line 1: not valid UTF-8, which text must be",
+    "preview --model MODEL --data UNANSWERED --seq_len 32": "look for empty answers",
+    "train --model MODEL --data TEXTS --output_dir TEXTS --seq_len 32": "is not a folder; name a new one",
     "train --model MODEL --data nowhere.jsonl --output_dir NEW --seq_len 32": "nowhere.jsonl does not exist",
     "train --model MODEL --data NULLS --output_dir NEW --seq_len 32": "line 2: column 'text' is null",
     "train --model MODEL --data HALF --output_dir NEW --seq_len 32": "line 2: not valid JSON",
@@ -101,7 +113,9 @@ CASES = {
     "eval --model CUT --data TEXTS --seq_len 32": "model.safetensors",
     "eval --model BARE --data TEXTS --seq_len 32": "weights",
     "eval --data TEXTS --seq_len 32": "model: missing",
-    "eval --run EMPTYDIR": "is not a run folder",
+    "eval --model MODEL --seq_len 32": "dsft eval --run RUN needs none",
+    f"{EVAL} --tasks hellaswag": "tasks: unknown key; dsft eval measures perplexity",
+    "eval --run EMPTYDIR": "is not a run folder: it has no run.json; name an output_dir of dsft train",
 }
 ENTRIES = {"train": "dsft.train", "eval": "dsft.eval_ppl"}
 QUICK = [case for number, case in enumerate(CASES) if number % 12 == 0]
@@ -116,6 +130,11 @@ def places(tiny, tmp_path_factory):
     (folder / "BARE" / "model.safetensors").unlink()
     weights = folder / "CUT" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
+    shutil.copytree(tiny / "model", folder / "POINTER")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (folder / "POINTER" / "model.safetensors").write_text(pointer)
+    (folder / "GGUFS").mkdir()
+    (folder / "GGUFS" / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
     (folder / "EMPTYDIR").mkdir()
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     files = {
@@ -125,6 +144,8 @@ def places(tiny, tmp_path_factory):
         "FOREIGN": ("foreign.yaml", "{datasets: [], base_model: m, sequence_len: 64}"),
         "MISSPELT": ("misspelt.json", json.dumps({"zero_optimizaton": {"stage": 2}})),
         "HALVES": ("halves.json", json.dumps({"bf16": {"enabled": True}, "fp16": {"enabled": True}})),
+        "TABS": ("tabs.yaml", "columns:\n\tuser: question\n"),
+        "SLOTS": ("hosts", "node-0 slots 8\n"),
         "EMPTY": ("empty.jsonl", ""),
         "HALF": ("half.jsonl", '{"text": "a"}\n{"text": \n'),
     }
@@ -133,12 +154,15 @@ def places(tiny, tmp_path_factory):
         "NUMBERS": [{"text": 1}],
         "COLUMNS": [{"body": "a"}],
         "CHATS": [chat],
+        "UNANSWERED": [{"prompt": "a", "completion": ""}],
     }
     words = {"MODEL": tiny / "model", "TEXTS": tiny / "texts.jsonl"}
-    words |= {name: folder / name for name in ("BARE", "CUT", "EMPTYDIR", "NEW", "NEW2", "OUT")}
+    words |= {name: folder / name for name in ("BARE", "CUT", "POINTER", "GGUFS", "EMPTYDIR", "NEW", "NEW2", "OUT")}
     for name, (file, content) in files.items():
         words[name] = folder / file
         words[name].write_text(content)
+    words["UTF16"] = folder / "utf16.jsonl"
+    words["UTF16"].write_text('{"text": "a"}\n', encoding="utf-16")
     words |= {name: write_jsonl(folder / f"{name.lower()}.jsonl", content) for name, content in rows.items()}
     return words
 
