@@ -74,8 +74,9 @@ def in_digits(value: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """Format "1 node", "2 nodes"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Format "1 node", "2,000 nodes"."""
+    ending = "" if number == 1 else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def one_of(choices: Iterable[Any]) -> str:

@@ -222,7 +222,7 @@ def read_documents(data: str, tokenizer: PreTrainedTokenizerBase, **options: Any
 def generate(model: Any, tokenizer: Any, prompt: str) -> str:
     """Continue `prompt` by at most 40 tokens, always the likeliest."""
     (ids,) = encode_open(tokenizer, [prompt])
-    return models_tokenizer.generate(model, tokenizer, ids, max_new_tokens=40)
+    return tokenizer.decode(models_tokenizer.generate(model, tokenizer, ids, max_new_tokens=40))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -136,6 +136,7 @@ def test_the_notebook_shows_what_training_logged_for_every_kind_of_checkpoint(tr
     assert [row[0] for row in documents[1:]] == ["best"] * 3 + ["worst"] * 3
     generated = next(table for table in tables(outputs) if table[0][0] == "prompt")
     assert generated[0] == ["prompt", "base", "final"] and len(generated) == 4
+    assert not any(cell.startswith("[") for row in generated for cell in row), "text, not ids"
     assert not any("<b>&amp;" in output.get("data", {}).get("text/html", "") for output in outputs)
 
 

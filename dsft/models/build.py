@@ -191,7 +191,7 @@ def load_weights(name: str, **options) -> PreTrainedModel:
     source = {key: options.get(key) for key in ("revision", "trust_remote_code")}
     config = load_model_config(name, **source)
     auto = AutoModelForCausalLM if gguf else auto_class(config)
-    with quiet_report(bar=True):
+    with quiet_report():
         model, problems = _read(name, partial(auto.from_pretrained, place, config=config, **options, **gguf))
     distributed.raise_together(problems)
     if getattr(model, "_weight_conversions", None):
@@ -299,7 +299,7 @@ def weight_problems(model: str, facts: ModelFacts, *, revision: str | None = Non
         return [f"model={model}: {problem}" for problem in error.problems]
     load = facts.architecture.from_pretrained
     load = partial(load, None, config=copy.deepcopy(facts.config), state_dict=tensors, device_map="meta")
-    with quiet_report(bar=False):
+    with quiet_report():
         return _read(model, load)[1]
 
 
@@ -420,13 +420,12 @@ def _tensors(names: Iterable[str], predicate: str) -> str:
 
 
 @contextlib.contextmanager
-def quiet_report(*, bar: bool) -> Iterator[None]:
-    """Hides transformers' own report, and its progress bar unless `bar`."""
+def quiet_report() -> Iterator[None]:
+    """Hides transformers' own report and its progress bar."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
-    if not bar:
-        transformers.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()
     try:
         yield
     finally:

@@ -83,7 +83,8 @@ class Comparisons(tuple[Comparison, ...]):
         units = dict.fromkeys(each.units for each in self)
         lines = [f"against {self[0].base}; intervals over pairs: {one_of(units)}"]
         lines += dict.fromkeys(f"{each.model} on {each.data}: {each.note}" for each in self if each.note)
-        lines += [f"{model} {which}, document {number}: {text}" for model, which, number, text in self.examples()]
+        for model, data, which, number, text in self.examples():
+            lines.append(f"{model} {which}, document {number} of {data}: {text}")
         table = Table(caption="\n".join(lines), caption_justify="left")
         for name in rows[0]:
             if name in ("data", "model"):
@@ -95,9 +96,9 @@ class Comparisons(tuple[Comparison, ...]):
             table.add_row(*row.values())
         return table
 
-    def examples(self) -> list[tuple[str, str, int, str]]:
-        """Return the documents that changed most: model, "gained most" or "lost most", index, excerpt."""
-        return [(each.model, *example) for each in self for example in each.examples]
+    def examples(self) -> list[tuple[str, str, str, int, str]]:
+        """Return the documents that changed most: model, data, "gained most" or "lost most", index, excerpt."""
+        return [(each.model, each.data, *example) for each in self for example in each.examples]
 
     def __repr__(self) -> str:
         import pandas  # takes a second

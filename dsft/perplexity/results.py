@@ -194,7 +194,7 @@ class Evaluation:
             units = f"none: {self.intervals['units']}"
         elif result.documents > 1 and result.longest_share > LONG_SHARE:
             units += f"; the longest document has {result.longest_share:.0%} of the tokens"
-        scored = f"{result.tokens:,} tokens of {result.documents:,} documents ({self.mode})"
+        scored = f"{result.tokens:,} tokens of {plural(result.documents, 'document')} ({self.mode})"
         if result.unscored_documents:
             scored += f"; {result.unscored_documents:,} documents have no token to score"
         if self.truncated_documents:

@@ -171,7 +171,9 @@ def perplexities(runs: list[Run]) -> dict[str, pandas.DataFrame]:
         except UserError:  # of one model, or of different texts
             continue
         tables[f"Perplexity: {folder}"] = pandas.DataFrame([each.row() for each in comparisons])
-        examples = pandas.DataFrame(comparisons.examples(), columns=["model", "document that", "number", "text"])
+        examples = pandas.DataFrame(
+            comparisons.examples(), columns=["model", "data", "document that", "number", "text"]
+        )
         if not examples.empty:
             tables[f"Documents that changed most: {folder}"] = examples
     return tables

@@ -302,8 +302,8 @@ def test_the_documents_that_changed_most_are_shown_with_their_text(tmp_path):
     gained = int(change.argmin())
     lost = int(change.argmax())
     assert comparisons.examples() == [
-        ("other", "gained most", gained, f"{gained} begins so"),
-        ("other", "lost most", lost, f"{lost} begins so"),
+        ("other", "texts.jsonl", "gained most", gained, f"{gained} begins so"),
+        ("other", "texts.jsonl", "lost most", lost, f"{lost} begins so"),
     ]
 
 
