@@ -8,7 +8,9 @@ import sys
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, grid, read_json
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from dsft.config.options import TrainConfig
@@ -22,6 +24,7 @@ from gpu.check import Check, Row, Setting
 from gpu.checks import CHECKS, FILES
 from gpu.perplexities import same_bits
 from gpu.ranks import OwnMemory
+from gpu.share import same_training
 from gpu.speeds import masks
 from gpu.table import has_failures, measured_rows, table, without_names, write_results
 from gpu.trainings import compared
@@ -257,6 +260,18 @@ def test_nothing_else_is_checked_where_ranks_cannot_share_a_gpu(tmp_path, monkey
     with pytest.raises(SystemExit, match="1"):
         command.main(["--tiny", "--share", "4", "--out", str(tmp_path)])
     assert list(read_json(tmp_path / "gpu-check.json")["checks"]) == ["share"]
+
+
+def test_a_loss_or_a_norm_beside_one_rank_is_not_the_same_training(setting):
+    one_rank = {"loss": 2.0, "grad_norm": 1.0}
+    cases = {"one": one_rank, "no norm": {"loss": 2.0}, "loss": one_rank | {"loss": 2.00001}}
+    for name, entry in (cases | {"norm": one_rank | {"grad_norm": 1.00001}}).items():
+        (setting.runs / name / "final").mkdir(parents=True)
+        save_file({"weight": torch.ones(1)}, setting.runs / name / "final" / "model.safetensors")
+        run = {"config": {"dtype": "float32"}, "results": {"log": [entry]}}
+        (setting.runs / name / "run.json").write_text(json.dumps(run))
+    held = {name: same_training(setting, name, "one", steps=1).ok for name in ("no norm", "loss", "norm")}
+    assert held == {"no norm": True, "loss": False, "norm": False}
 
 
 @pytest.mark.exhaustive
