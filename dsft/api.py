@@ -56,10 +56,8 @@ def evaluate(*, progress: bool = True, **options: Any) -> Evaluation:
     set_up_screen()
     problems = []
     config = evaluation_config(options, problems)
-    if len(config.model) > 1 or len(config.data) > 1:
-        problems.append("evaluate takes one model and one data set; call it for each, or use dsft eval")
-    if len(config.quantization) > 1:
-        problems.append("several formats of quantization have several results; name one, or use dsft eval")
+    if max(len(each) for each in (config.model, config.data, config.quantization)) > 1:
+        problems.append("evaluate takes one model, data set and quantization; call it for each, or use dsft eval")
     distributed.start_ranks()
     return next(evaluate_all(config, problems, progress=progress))
 

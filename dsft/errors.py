@@ -101,7 +101,7 @@ def raise_if_any(problems: list[str]) -> None:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" with the known name closest to `name`, or an empty string."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 

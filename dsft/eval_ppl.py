@@ -21,7 +21,7 @@ if Path(sys.path[0]).resolve() == OWN_FOLDER:
 from dsft.errors import ends_with_clear_errors
 from dsft.perplexity.of_training import read_evaluation
 from dsft.runtime import distributed, quick_imports
-from dsft.runtime.console import print_table, say, set_up_screen
+from dsft.runtime.console import say, set_up_screen, show_table
 from dsft.runtime.launcher_env import CHECKS_ALONE, map_launcher_variables
 from dsft.setup import check_before_rendezvous
 from dsft.units import plural
@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     with quick_imports():
         longest = max(1800, config.load_timeout, config.step_timeout)
         distributed.start_ranks(timeouts=config, timeout_seconds=longest, output_dir=config.output_dir)
+        from rich.table import Table
+
         from dsft.api import evaluate_all  # loads torch, transformers and DeepSpeed
         from dsft.perplexity.compare import print_together
 
@@ -57,7 +59,10 @@ def main(argv: list[str] | None = None) -> None:
         if distributed.rank():
             continue
         if len(config.model) == 1 or evaluation.groups or evaluation.divergence:
-            print_table(evaluation.title, evaluation.summary())
+            table = Table("", "", title=evaluation.title, show_header=False, title_justify="left", title_style="bold")
+            for row in evaluation.summary().items():
+                table.add_row(*row)
+            show_table(table)
         else:  # the table of all models follows
             say(f"{evaluation.title}: {evaluation.summary()['perplexity']}")
     if distributed.rank() == 0:

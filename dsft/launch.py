@@ -167,7 +167,7 @@ def launch(argv: list[str]) -> int:
         options.master_addr = options.master_addr or address_of(nodes[0])
     options.master_port = options.master_port or free_port()  # chosen here, so that the preflight checks the same one
     folder = Path(output_dir) if output_dir else Path(tempfile.gettempdir(), f"dsft-{uuid.uuid4().hex[:8]}")
-    # Results may lie in a training's folder, whose options remain.
+    # An evaluation may be written to a training's folder, whose options must remain.
     file = folder.absolute() / (OPTIONS_FILE if name == "train" else f"eval_{OPTIONS_FILE}")
     command = _command(options, nodes, num_ranks, name, file)
     if options.dry_run:

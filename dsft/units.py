@@ -13,11 +13,9 @@ from typing import Any
 KiB = 1024
 MiB = 1024**2
 GiB = 1024**3
-TiB = 1024**4
 MB = 1000**2
 GB = 1000**3
-TB = 1000**4
-BYTES = {"MB": MB, "GB": GB, "TB": TB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
+BYTES = {"MB": MB, "GB": GB, "TB": 1000 * GB, "MiB": MiB, "GiB": GiB, "TiB": 1024 * GiB}
 """Unit in user input -> its bytes."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """torch's name of a dtype -> bytes of one number."""
@@ -75,8 +73,7 @@ def in_digits(value: float) -> str:
 
 def plural(number: int, noun: str) -> str:
     """Format "1 node", "2,000 nodes"."""
-    ending = "" if number == 1 else "s"
-    return f"{number:,} {noun}{ending}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def one_of(choices: Iterable[Any]) -> str:

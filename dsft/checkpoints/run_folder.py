@@ -242,8 +242,7 @@ def find_weights(source: str) -> Path:
     if folder.is_file() and is_gguf(source):
         return folder
     if not folder.is_dir():
-        kinds = "is neither a model's folder nor a GGUF file" if folder.is_file() else "is not a folder"
-        raise UserError(f"{source}: {kinds}")
+        raise UserError(f"{source}: is not a folder or a GGUF file")
     if is_run(folder):
         folder = folder / FINAL
         if not folder.is_dir():

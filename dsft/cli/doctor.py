@@ -62,29 +62,27 @@ def examine(options: DoctorOptions, *, output_dir: str) -> Report:
     """Examines nodes from here; `output_dir` is empty for none."""
     nodes = hosts_of(options) or {"localhost": options.num_gpus}
     variables = remote_environment(os.environ) if options.hostfile else None  # for the processes that ssh starts
-    quick = options.quick
-    port = options.master_port
     report = Report()
     first = next(iter(nodes))
     questions = {}
     for name, slots in nodes.items():
-        questions[name] = {"slots": slots, "output_dir": output_dir, "quick": quick}
-    questions[first]["port"] = port
+        questions[name] = {"slots": slots, "output_dir": output_dir, "quick": options.quick}
+    questions[first]["port"] = options.master_port
     offsets = {}
     for name, (facts,) in _ask_all("facts", questions, variables, FACTS_SECONDS, report.findings).items():
         offsets[name] = facts.pop("clock")
         report.facts[name] = facts
     report.check(offsets)
-    if not report.has_errors and (len(nodes) > 1 or not quick):
+    if not report.has_errors and (len(nodes) > 1 or not options.quick):
         address = LOOPBACK
         if len(nodes) > 1:
             address = options.master_addr or (report.facts[first]["addresses"] or [LOOPBACK])[0]
-        environment = {"MASTER_ADDR": address, "MASTER_PORT": str(port or free_port())}
+        environment = {"MASTER_ADDR": address, "MASTER_PORT": str(options.master_port or free_port())}
         first_rank = 0
         for name, facts in report.facts.items():
             questions[name] = {
                 "output_dir": output_dir,
-                "quick": quick,
+                "quick": options.quick,
                 "environment": environment,
                 "first": first_rank,
                 "ranks": facts["slots"],
@@ -228,7 +226,7 @@ def show(report: Report, *, only_findings: bool) -> None:
         flops = [each["flops"] / 1e12 for each in report.measured]
         show_text(
             f"all-reduce over {plural(len(flops), 'rank')}: {rate / 1e9:.2f} GB/s; matrix products:"
-            f" {min(flops):.3g} TFLOP/s on the slowest rank, {max(flops):.3g} on the fastest"
+            f" {min(flops):.3g} to {max(flops):.3g} TFLOP/s per rank"
         )
     for each in report.findings:
         show_text(f"{each.severity}: {each.where}: {each.message}  [{each.code}]")

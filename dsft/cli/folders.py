@@ -86,7 +86,7 @@ def export_or_merge(options: ExportOptions | MergeOptions) -> None:
         from dsft.checkpoints.export import export, merge
 
     folder = (merge if is_merge else export)(**dataclasses.asdict(options))
-    show_text(f"dsft: {'merged, ' if is_merge else ''}written: {folder}")
+    show_text(f"dsft: written: {folder}")
 
 
 def chat(model: str, prompt: str, **options: Any) -> str:

@@ -209,6 +209,7 @@ def show_results(folder: Path, *, base: Path, start: float) -> None:
     """Print answers before and after, and what to do next. `start`: of the steps, by time.perf_counter()."""
     text = (folder / "orders" / "held_out.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
+    show_text(f"\ndsft: both models answer {len(rows)} unseen orders, which takes a minute")
     answers = {"before": answer_orders(base, rows), "after": answer_orders(folder / "merged", rows)}
     show_text("")
     for number, row in enumerate(rows[:NUM_SHOWN]):
@@ -223,6 +224,5 @@ def show_results(folder: Path, *, base: Path, start: float) -> None:
     if sys.prefix != sys.base_prefix:
         show_text(f"  . {os.path.relpath(sys.prefix)}/bin/activate")
     show_text(f"  dsft chat {folder}/merged")
-    show_text(
-        f"  dsft train --model {base} --data yours.jsonl --method lora --learning_rate 1e-4 --output_dir runs/first"
-    )
+    show_text(f"  dsft init --model {base} --data yours.csv --method lora")
+    show_text("  dsft train run.yaml")

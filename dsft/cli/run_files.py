@@ -31,7 +31,7 @@ COUNTED_ROWS = 500
 
 
 def write_run_file(options: InitOptions) -> None:
-    """Write the file. Raises UserError if the data cannot be read or have an unknown format, or FileExistsError."""
+    """Write the file. Raises UserError if the data cannot be read or have an unknown format, or the file exists."""
     path = Path(options.out)
     problems = []
     sources = find_sources(options.data, TrainConfig(), key="data", problems=problems)
@@ -68,14 +68,15 @@ def write_run_file(options: InitOptions) -> None:
         batch=batch,
     )
     _write(path, text)
-    show_text(f"dsft: {config}: written; next: dsft preview --config {config}")
+    show_text(f"dsft: {config}: written; next: dsft preview {config}, then dsft train {config}")
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a new file. Raises FileExistsError if it exists."""
+    """Write a new file. Raises UserError if it exists."""
+    if path.exists():
+        raise UserError(f"{path}: exists; name another file with --out")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def _in_yaml(value: Any) -> str:
@@ -109,7 +110,7 @@ def _held_out_share(source: Source, number: int) -> float:
 
 
 def convert_file(options: ConvertOptions) -> None:
-    """Write the run.yaml. Raises UserError if the file cannot be read, FileExistsError if the output exists."""
+    """Write the run.yaml. Raises UserError if the file cannot be read, or the output exists."""
     path = Path(options.out)
     problems = []
     given = read_yaml(options.file, problems)

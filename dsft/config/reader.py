@@ -483,8 +483,7 @@ def check_bounds(name: str, value: Any) -> list[str]:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return []
     least, most, text = BOUNDS.get(name, (-math.inf, math.inf, ""))
-    is_no_step = name == "max_steps" and value == 0
-    if not least <= value <= most or is_no_step:
+    if not least <= value <= most or (name, value) == ("max_steps", 0):
         return [f"{name}={value}: must {text}"]
     if isinstance(value, int) and abs(value) > MOST and name not in ("seed", "data_seed"):
         return [f"{name}={value}: must be at most {MOST:,}"]

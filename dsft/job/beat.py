@@ -33,6 +33,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from dsft.job import guard
 from dsft.units import write_json
 
@@ -416,9 +418,9 @@ class _Beat(threading.Thread):
 
 def _moved_bytes() -> int:
     """Return the bytes that this process has read and written."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/io").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines[:2])
+    with contextlib.suppress(psutil.Error):
+        counters = psutil.Process().io_counters()
+        return counters.read_chars + counters.write_chars
     return 0
 
 

@@ -193,9 +193,7 @@ def measure_model(
     except UserError as error:
         raise UserError([f"model={name}: {problem}" for problem in error.problems]) from error
     except Exception as error:  # anything from transformers or the code of a repository
-        problem = f"model={name}: no causal language model can be built from what is there ({one_line(error)})"
-        if options.attn_implementation:
-            problem += "; attn_implementation may be left out"
+        problem = f"model={name}: no causal language model can be built with these options ({one_line(error)})"
         raise UserError(misnamed("model", name) or problem) from error
     if method != "full" and not options.adapter:
         raise_if_any(check_lora_options(model, options))

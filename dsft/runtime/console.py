@@ -7,9 +7,9 @@ import os
 import re
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -89,16 +89,6 @@ def progress_bar(*, is_shown: bool, **options: Any) -> "tqdm":
             "bar_format": LINE,
         }
     return tqdm(disable=not is_shown, leave=False, dynamic_ncols=True, **options)
-
-
-def print_table(title: str, rows: dict[str, str]) -> None:
-    """Print two columns: name and value."""
-    from rich.table import Table
-
-    table = Table("", "", title=title, show_header=False, title_justify="left", title_style="bold")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    show_table(table)
 
 
 def show_table(table: "Table") -> None:
@@ -182,10 +172,7 @@ def log_to_files(output_dir: str, *, append: bool) -> None:
     path = Path(output_dir) / LOGS / f"rank_{rank()}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a" if append else "w", encoding="utf-8", buffering=1)
-    file.write(
-        f"# rank {rank()} on {socket.gethostname()}, process {os.getpid()},"
-        f" {datetime.now(UTC).isoformat(timespec='seconds')}\n"
-    )
+    file.write(f"# rank {rank()} on {socket.gethostname()}, process {os.getpid()}, {time.ctime()}\n")
     watchdog.progress.log = path.resolve()
     if rank() == 0:
         _watch_screen(file)

@@ -30,7 +30,7 @@ LONG = "x" * 300
         (["train"], "name a YAML file"),
         (["merge", "file"], "--out must be given"),
         (["quickstart", "file"], "file: File exists"),
-        (["export", "file", "out"], "file: is neither a model's folder nor a GGUF file"),
+        (["export", "file", "out"], "file: is not a folder or a GGUF file"),
         (["verify", LONG], "File name too long"),
         (["plan", "--model", "m", "--host_memory", f"{10**300}GB"], "is not a size"),
         (["plan", "--model", "m", "--nodes", "0"], "nodes=0: must be at least 1"),

@@ -6,6 +6,7 @@ from dsft.cli.main import main
 from dsft.cli.run_files import write_run_file
 from dsft.config.options import TrainConfig
 from dsft.config.reader import read_config
+from dsft.errors import UserError
 
 
 @pytest.mark.parametrize(("method", "rate"), [("full", 1e-5), ("lora", 5e-4)])
@@ -15,13 +16,13 @@ def test_the_file_is_one_that_a_training_takes(tmp_path, monkeypatch, capsys, me
     (tmp_path / data[0]).write_text('{"text": "a"}\n' * 12)
     path = tmp_path / "new" / "run.yaml"
     write_run_file(InitOptions(model="ns/model", data=data, method=method, out=str(path)))
-    assert f"dsft preview --config {path}" in capsys.readouterr().out
+    assert f"dsft preview {path}" in capsys.readouterr().out
     problems: list[str] = []
     config = read_config(TrainConfig, ["--config", str(path)], problems)
     assert problems == []
     assert (config.model, config.data, config.method, config.zero) == ("ns/model", data, method, "auto")
     assert config.training["learning_rate"] == rate and config.training["output_dir"] == "runs/first"
-    with pytest.raises(FileExistsError):
+    with pytest.raises(UserError, match="--out"):
         write_run_file(InitOptions(model="ns/other", data=data, out=str(path)))
     assert "ns/other" not in path.read_text()
 

@@ -54,7 +54,7 @@ CASES = {
     " adamw_anyprecision, ...)",
     f"{TRAIN} --report_to tensorbord": "report_to=tensorbord: tensorbord is not supported, only",
     f"{TRAIN} --report_to wandb": "pip install wandb",
-    f"{TRAIN} --attn_implementation flash": "; attn_implementation may be left out",
+    f"{TRAIN} --attn_implementation flash": "built with these options",
     # values
     f"{TRAIN} --learning_rate": "learning_rate: needs a value",
     f"{TRAIN} --per_device_train_batch_size 0": "per_device_train_batch_size=0: must be at least 1",
