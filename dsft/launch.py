@@ -576,7 +576,7 @@ class _Job:
 
     def _kill_remote_ranks(self) -> None:
         """Kill ranks that do not notice the end of ssh, and would wait for start_timeout or lost_timeout."""
-        pattern = f"dsft.* --config {re.escape(str(self.env_file.parent))}/.*{OPTIONS_FILE}"
+        pattern = f"dsft.* --config {re.escape(str(self.env_file.parent))}/[a-z_]*{OPTIONS_FILE}"
         _run_on(self.nodes, f"pkill -KILL -f -- '{pattern}'")
 
 

@@ -186,8 +186,8 @@ def format_rules(rows: list[Row], config: DataFields) -> FormatRules:
             formats = "; ".join(", ".join(sorted(needed)) for needed in needed_by.values())
             example = suggest_columns(present) or {"user": "COLUMN", "assistant": "COLUMN"}
             raise ValueError(
-                f"columns of no known format ({formats}); the columns are {', '.join(present)}. Add to the config for"
-                f" chats: {columns_line(example)} or for text: text_column: COLUMN"
+                f"columns of no known format ({formats}); the columns are {', '.join(present)}. Add to the config,"
+                f" which dsft init writes, for chats: {columns_line(example)} or for text: text_column: COLUMN"
             )
         name = matching[0]
     needed = {*chain(*columns.values())} if columns else _needed_columns(name, config)
