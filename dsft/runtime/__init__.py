@@ -5,7 +5,6 @@ imported, silenced and patched: no other module assigns into a library (tests/te
 import contextlib
 import gc
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -15,18 +14,15 @@ PATCHES = {
     "token_rows": "peft.tuners.trainable_tokens.layer.TrainableTokensLayer._collect_token_weights",
 }
 """Name of a patch -> the method of a library that `replaced` replaces, below its reason and the newest version that
-needs it. It does no harm once the library has fixed its bug. tests/without_patches.py has the test that fails without.
+needs it. It does no harm once the library has fixed its bug. A test fails without it (tests/models/test_embeddings.py).
 """
-WITHOUT = "DSFT_WITHOUT_PATCH"
-"""Variable with the name of a patch to leave out, to show that it is needed."""
 
 
 def replaced(name: str, replacement: Callable) -> AbstractContextManager:
     """Replace a method of a library inside a `with`."""
     from unittest import mock  # it imports asyncio
 
-    patch = mock.patch(PATCHES[name], replacement)
-    return contextlib.nullcontext() if os.environ.get(WITHOUT) == name else patch
+    return mock.patch(PATCHES[name], replacement)
 
 
 @contextlib.contextmanager

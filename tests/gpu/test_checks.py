@@ -19,7 +19,7 @@ from dsft.runtime.hardware import Machine
 from dsft.setup.decide import TrainingRun, job_of, plan_run
 from dsft.units import GiB
 from gpu import __main__ as command
-from gpu import examine, faults, files, perplexities
+from gpu import examine, faults, files
 from gpu.check import Check, Row, Setting
 from gpu.checks import CHECKS, FILES
 from gpu.perplexities import same_bits
@@ -80,20 +80,6 @@ def test_perplexity_that_differs_in_the_last_bit_is_not_the_same():
     assert same_bits("twice", first, dict(first)).ok
     assert not same_bits("twice", first, first | {"nats": 100.00000000000001}).ok
     assert not same_bits("twice", first, first | {"blocks": {"nats": [40.0, 60.0]}}).ok
-
-
-def test_perplexity_is_compared_in_every_way_and_in_the_second_check_with_the_first_one(setting, monkeypatch):
-    scored = []
-
-    def score(setting, *, ranks, zero):
-        scored.append((ranks, zero))
-        nats = 100.0 if len(scored) < 8 else 101.0
-        return {"nats": nats, "tokens": 10, "nats_per_token": nats / 10, "blocks": {}}
-
-    monkeypatch.setattr(perplexities, "score", score)
-    for check, ok in (("perplexity", [True] * 4), ("perplexity-again", [True] * 3 + [False])):
-        assert [row.ok for row in perplexities.perplexity(setting.of(check))] == ok
-    assert scored == [(1, "0"), (1, "3"), (2, "0"), (2, "3")] * 2
 
 
 def test_host_memory_of_ranks_is_their_own_without_the_pages_of_mapped_files(tmp_path):
