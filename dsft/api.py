@@ -57,7 +57,9 @@ def evaluate(*, progress: bool = True, **options: Any) -> Evaluation:
     problems = []
     config = evaluation_config(options, problems)
     if max(len(each) for each in (config.model, config.data, config.quantization)) > 1:
-        problems.append("evaluate takes one model, data set and quantization; call it for each, or use dsft eval")
+        problems.append(
+            "evaluate takes one model, one data set and one quantization; call it for each, or use dsft eval"
+        )
     distributed.start_ranks()
     return next(evaluate_all(config, problems, progress=progress))
 

@@ -336,7 +336,7 @@ def _read_lines(path: str, content: BinaryIO) -> Iterator[tuple[int, Any]]:
         try:
             yield number, json.loads(line.decode())
         except (ValueError, RecursionError) as error:
-            kind = "UTF-8, which text must be" if isinstance(error, UnicodeDecodeError) else "JSON"
+            kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
             raise UserError(f"{path}, line {number}: not valid {kind} ({one_line(error)})") from None
 
 

@@ -402,7 +402,7 @@ def test_problems_of_the_evaluator_come_together(tiny):
             "mode: invalid choice: 'slidng' (choose from auto, windows, sliding, rolling, answers); did you mean",
         )
     )
-    with pytest.raises(UserError, match="one model and one data set"):
+    with pytest.raises(UserError, match="one model, one data set"):
         evaluate(model=[str(tiny / "model")] * 2, data=str(tiny / "held_out.jsonl"))
     with pytest.raises(UserError, match="mode=answers does not fit"):
         evaluate(**mode_options(tiny, {"mode": "windows"}) | {"mode": "answers"})

@@ -90,7 +90,7 @@ CASES = {
     "train --model CUT --data TEXTS --output_dir NEW --seq_len 32": "model.safetensors",
     "train --model POINTER --data TEXTS --output_dir NEW --seq_len 32": "git lfs pull",
     "train --model GGUFS --data TEXTS --output_dir NEW --seq_len 32": "contains no model; use ",
-    "train --model MODEL --data UTF16 --output_dir NEW --seq_len 32": "line 1: not valid UTF-8, which text must be",
+    "train --model MODEL --data UTF16 --output_dir NEW --seq_len 32": "line 1: not valid UTF-8",
     "preview --model MODEL --data UNANSWERED --seq_len 32": "look for empty answers",
     "train --model MODEL --data TEXTS --output_dir TEXTS --seq_len 32": "is not a folder; name a new one",
     "train --model MODEL --data nowhere.jsonl --output_dir NEW --seq_len 32": "nowhere.jsonl does not exist",
